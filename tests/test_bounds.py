@@ -12,7 +12,7 @@ from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_schema import describe_bounds, schema
 from spmdrl.config.reader import ConfigError
 
-BASE = ["model.make={family: deepseek_v3}", "data.train=synthetic://addition?count=10"]
+BASE = ["model.make={model_type: deepseek_v3}", "data.train=synthetic://addition?count=10"]
 
 # The bounds that keys have; one that is added is tried below without a line here.
 COUNTS = """
@@ -21,16 +21,17 @@ rollout.max_running_rows rollout.max_prefill_tokens rollout.block_size data.max_
 train.max_steps train.updates_per_step train.epochs_per_step train.max_tokens_per_microbatch
 sft.rows_per_step eval.num_samples eval.max_rows
 checkpoint.keep_last checkpoint.keep_every reward.workers environment.workers
-reshard.bucket_bytes model.make.hidden_size model.make.num_layers model.make.num_heads model.make.num_kv_heads
-model.make.intermediate_size model.make.max_positions model.make.num_experts model.make.experts_per_token
-model.make.moe_intermediate_size model.make.num_shared_experts model.make.num_expert_groups
-model.make.groups_per_token model.make.query_rank model.make.key_value_rank model.make.rotary_size
-model.make.value_size
+reshard.bucket_bytes model.make.hidden_size model.make.num_hidden_layers model.make.num_attention_heads
+model.make.num_key_value_heads
+model.make.intermediate_size model.make.max_position_embeddings model.make.num_experts model.make.num_experts_per_tok
+model.make.moe_intermediate_size model.make.n_shared_experts model.make.n_group
+model.make.topk_group model.make.q_lora_rank model.make.kv_lora_rank model.make.qk_rope_head_dim
+model.make.v_head_dim
 """.split()
 NOT_NEGATIVE = """
 seed sft.max_steps optim.warmup_steps eval.interval checkpoint.interval rollout.top_k
 algo.kl_coef algo.clip_ratio_high
-log.samples_per_step log.samples_interval reshard.probe_tolerance model.make.num_dense_layers
+log.samples_per_step log.samples_interval reshard.probe_tolerance model.make.first_k_dense_replace
 """.split()
 FINITE = """
 optim.eps optim.weight_decay rollout.temperature

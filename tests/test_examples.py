@@ -19,7 +19,9 @@ MINIMAL = ROOT / "docs" / "examples" / "minimal_grpo.py"
 def test_the_minimal_loop_learns_and_stays_minimal(tmp_path):
     assert len(MINIMAL.read_text().splitlines()) <= 200
     example = runpy.run_path(str(MINIMAL))
-    make_model_folder(tmp_path / "model", MakeConfig(hidden_size=64, num_layers=2, max_positions=64), seed=0)
+    make_model_folder(
+        tmp_path / "model", MakeConfig(hidden_size=64, num_hidden_layers=2, max_position_embeddings=64), seed=0
+    )
     with open_world("cpu") as world:
         policy = example["load_policy"](tmp_path / "model", world, num_steps=30, lr=2e-3)
         curve = example["train"](policy, example["share_of_digits"], num_steps=30)

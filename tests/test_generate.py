@@ -13,8 +13,8 @@ from spmdrl.cli.command_line import main, take_prompts
 from spmdrl.config.reader import ConfigError
 from tests.support.jobs import finished, run_job
 
-MODEL = ["model.make={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 64,"
-         " max_positions: 32}"]  # fmt: skip
+MODEL = ["model.make={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, "
+"intermediate_size: 64, max_position_embeddings: 32}"]  # fmt: skip
 
 
 def standard_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:

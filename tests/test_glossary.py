@@ -24,8 +24,9 @@ ELSEWHERE = {
 }  # fmt: skip
 # Sparse, several updates per step, reference, critic, correction, rollouts over several steps: what records most.
 MUCH = (
-    "model.make={family: qwen3_moe, hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, "
-    "intermediate_size: 64, moe_intermediate_size: 32, num_experts: 4, experts_per_token: 2, max_positions: 32, "
+    "model.make={model_type: qwen3_moe, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 1, intermediate_size: 64, moe_intermediate_size: 32, num_experts: 4, "
+    "num_experts_per_tok: 2, max_position_embeddings: 32, "
     "chars: '0123456789+= '}",
     "critic={}",
     "train.updates_per_step=2", "algo={name: ppo, kl_coef: 0.01, kl_target: 1.0}", "algo.rollout_is=tis",

@@ -29,7 +29,11 @@ def test_every_reference_solution_scores_one_on_its_own_question(tmp_path):
     num_lines = len(Path(path).read_text(encoding="utf-8").splitlines())
     config = DataConfig(train=path, max_prompt_length=4096)
     sources = read_rows(config.train, config, needs=RowNeeds(answer=True))
-    make_model_folder(tmp_path / "model", MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), 0)
+    make_model_folder(
+        tmp_path / "model",
+        MakeConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+        0,
+    )
     tokenizer = ModelTokenizer(tmp_path / "model")
     source = PromptSource(sources, Renderer(tokenizer), config, seed=0, vocab_size=len(tokenizer.raw))
     prompts = list(source.all())

@@ -38,7 +38,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The settings of a chat model, and conversations of one to three turns."""
     folder = tmp_path_factory.mktemp("chats")
     model, data = folder / "model", folder / "rows.jsonl"
-    make_model_folder(model, MakeConfig(hidden_size=16, num_layers=1, max_positions=128), seed=0)
+    make_model_folder(model, MakeConfig(hidden_size=16, num_hidden_layers=1, max_position_embeddings=128), seed=0)
     (model / "chat_template.jinja").write_text(CHAT)
     data.write_text("".join(json.dumps({"messages": conversation(one)}) + "\n" for one in CONVERSATIONS))
     return [f"model.path={model}", f"data.train={data}"]
@@ -118,7 +118,9 @@ def test_the_probability_that_ends_a_training_is_averaged_over_steps_before_a_re
 @pytest.mark.parametrize(("column", "place"), [("answer", "rows.jsonl:2: its answer"), ("prompt", "rows.jsonl:2")])
 def test_rows_with_tokens_that_the_model_has_no_embedding_for_are_named(tmp_path, column, place):
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
-    make_model_folder(model, MakeConfig(hidden_size=16, num_layers=1, max_positions=32, chars="0123456789+="), seed=0)
+    make_model_folder(
+        model, MakeConfig(hidden_size=16, num_hidden_layers=1, max_position_embeddings=32, chars="0123456789+="), seed=0
+    )
     tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokens.add_special_tokens(["<think>"])
     tokens.save(str(model / "tokenizer.json"))

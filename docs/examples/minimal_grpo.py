@@ -156,7 +156,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, open_world() as world:
         folder = arguments.model or Path(scratch) / "model"
         if arguments.model is None:
-            make_model_folder(folder, MakeConfig(hidden_size=64, num_layers=2, max_positions=64), seed=0)
+            make_model_folder(
+                folder, MakeConfig(hidden_size=64, num_hidden_layers=2, max_position_embeddings=64), seed=0
+            )
         policy = load_policy(folder, world, num_steps=arguments.steps, lr=arguments.lr)
         train(policy, share_of_digits, num_steps=arguments.steps)
 

@@ -49,7 +49,7 @@ OTHER_JOBS = {
     "sft": ["sft", "sft.max_steps=4"],
     "preferences": ["preferences", PAIRS, "preferences={max_steps: 4, rows_per_step: 7}"],
     "a critic": ["train", "algo.name=ppo", "critic={}", "train.max_steps=2"],
-    "experts": ["train", "model.make.family=deepseek_v3", "checkpoint.dtype=bfloat16", "train.max_steps=2"],
+    "experts": ["train", "model.make.model_type=deepseek_v3", "checkpoint.dtype=bfloat16", "train.max_steps=2"],
     "adapters": ["train", "lora={rank: 2}", "train.max_steps=2"],
 }
 

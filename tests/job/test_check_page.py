@@ -17,7 +17,8 @@ from spmdrl.job.start.prepared import check_room, prepare_without_weights
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
 
-MAKE = "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}"
+MAKE = "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "
+"intermediate_size: 64}"
 
 
 def written(folder: Path, **columns: object) -> Path:
@@ -56,7 +57,7 @@ def test_the_whole_config_is_yaml_beneath_comments(tmp_path):
 
 def test_a_run_that_does_not_fit_a_named_device_or_this_host_fails(tmp_path):
     config = tiny_config(tmp_path)
-    large = "model.make={hidden_size: 16384, num_layers: 400, intermediate_size: 65536, num_heads: 64}"
+    large = "model.make={hidden_size: 16384, num_hidden_layers: 400, intermediate_size: 65536, num_attention_heads: 64}"
     done = run_job("check", config, large, "--ranks", "2", "--device-memory=80GiB")
     assert done.returncode == 1 and done.stdout.startswith("would start: no: 1 problem")
     assert "FAILED memory: at least" in done.stdout and "of 80 GiB, a device; use more ranks" in done.stdout
@@ -110,7 +111,7 @@ def test_room_for_random_weights_and_checkpoints_is_looked_for_together(tmp_path
     (tmp_path / "run" / "initial_model").mkdir(parents=True)
     after = check_room(checked, {POLICY: decoder}, "cpu")
     assert 0 < after < before
-    large = "model.make={hidden_size: 65536, num_layers: 400, intermediate_size: 262144}"
+    large = "model.make={hidden_size: 65536, num_hidden_layers: 400, intermediate_size: 262144}"
     done = run_job("train", *words, large, f"run.dir={tmp_path}/other")
     assert done.returncode == 2 and "bytes of random weights (model.make)" in done.stderr, done.stderr
     assert not (tmp_path / "other" / "initial_model").exists()

@@ -18,7 +18,7 @@ CHAT = "{% for m in messages %}{{ m.content }}{{ '<|end|>' if m.role == 'assista
 @pytest.mark.parametrize(("template", "warnings"), [("auto", 1), ("never", 0)])
 def test_generate_warns_of_an_end_of_turn_only_where_the_template_is_used(tmp_path, template, warnings):
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
-    make_model_folder(model, MakeConfig(hidden_size=16, num_layers=1, max_positions=32), seed=0)
+    make_model_folder(model, MakeConfig(hidden_size=16, num_hidden_layers=1, max_position_embeddings=32), seed=0)
     tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokens.add_special_tokens(["<|end|>"])
     tokens.save(str(model / "tokenizer.json"))

@@ -31,7 +31,7 @@ class Adding:
         return Observation(str(episode.seed % 100))
 """
 LONG = [
-    "model.make.max_positions=64", "rollout.max_completion_length=48", "rollout.stop=[=, +]",
+    "model.make.max_position_embeddings=64", "rollout.max_completion_length=48", "rollout.stop=[=, +]",
     "train.max_steps=4", "checkpoint.interval=2", "checkpoint.keep_last=9",
 ]  # fmt: skip
 
@@ -63,9 +63,9 @@ def samples_of(folder: Path) -> list[dict]:
             2,
             [
                 *SHORT,
-                "model.make.family=qwen3_moe",
+                "model.make.model_type=qwen3_moe",
                 "model.make.num_experts=4",
-                "model.make.experts_per_token=2",
+                "model.make.num_experts_per_tok=2",
                 "model.make.moe_intermediate_size=32",
                 "resources.generation.expert=2",
                 "train.routing.replay=rollout",

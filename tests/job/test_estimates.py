@@ -20,7 +20,8 @@ from spmdrl.nouns.roles import POLICY
 from spmdrl.runtime.launch import LaunchEnvironment
 
 BASE = [
-    "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64}",
+    "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "
+    "intermediate_size: 64}",
     "data.train=synthetic://addition?low=0&high=9&count=40", "reward.functions=[exact]", "train.max_steps=10",
     "rollout={prompts_per_step: 8, num_generations: 4, max_completion_length: 8}",
 ]  # fmt: skip
@@ -87,7 +88,9 @@ def test_a_layout_that_a_role_can_not_have_is_refused_by_its_key(verb, settings,
 
 def test_a_teacher_that_the_policys_layout_can_not_cut_is_refused_in_its_own_name(tmp_path):
     two = LaunchEnvironment(world_size=2, local_world_size=2)
-    make_model_folder(tmp_path, replace(checked_for(two).config.model.make, num_heads=1, num_kv_heads=1), seed=0)
+    make_model_folder(
+        tmp_path, replace(checked_for(two).config.model.make, num_attention_heads=1, num_key_value_heads=1), seed=0
+    )
     settings = ["resources.update={tensor: 2}", "algo={name: opd}", f"teacher.path={tmp_path}"]
     checked = check_run(load_config([], [*BASE, *settings]), "train", launch=two)
     with source_without_making(checked.config) as source, pytest.raises(ValueError) as refused:

@@ -62,7 +62,7 @@ OVERRIDES = {
 # What both ranks need so that a key has a second value at all.
 SETTINGS = (
     [],
-    ["model.make.family=deepseek_v3"],
+    ["model.make.model_type=deepseek_v3"],
     ["rollout.partial_max_rounds=2"],
     ["algo.rollout_is=tis"],
     ["algo.rollout_is=seq-mask-tis"],

@@ -22,7 +22,8 @@ class Slow:
         return End() if len(episode.turns) == 2 else Observation(str(episode.seed % 100))
 """
 SETTINGS = [
-    "model.make.max_positions=64", "rollout.max_completion_length=40", "rollout.stop=[=, +]", "train.max_steps=2",
+    "model.make.max_position_embeddings=64",
+    "rollout.max_completion_length=40", "rollout.stop=[=, +]", "train.max_steps=2",
     "checkpoint.interval=1", "checkpoint.keep_last=9", "algo.kl_coef=0.1", "train.updates_per_step=2",
     "log.samples_per_step=64",
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from spmdrl.nouns.settings.role_configs import JudgeConfig
 
 # Other tokens than the policy's, so that nothing but text may go between them.
 OTHER = (
-    "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 2, intermediate_size: 48, "
-    "max_positions: 48, chars: '+=9876543210 ?-'}"
+    "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, "
+    "intermediate_size: 48, max_position_embeddings: 48, chars: '+=9876543210 ?-'}"
 )
 TEMPLATE = "{prompt}{answer}?{response}?"
 JUDGE = JudgeConfig(path="unused", template=TEMPLATE, max_tokens=3, pattern=r"^(\d+)$", scale=4.0)

@@ -17,7 +17,7 @@ from spmdrl.resources.world import World
 IDENTITY = {"seed": 0, "rollout.temperature": 1.0}
 SETTINGS = [
     "data.eval=synthetic://addition?low=0&high=49&count=30&split=test", "eval.num_samples=8",
-    "model.make.max_positions=64", "rollout.max_completion_length=50", "rollout.max_running_rows=16",
+    "model.make.max_position_embeddings=64", "rollout.max_completion_length=50", "rollout.max_running_rows=16",
     "rollout.ignore_eos=true",
 ]  # fmt: skip
 NUM_ROWS = 30 * 8

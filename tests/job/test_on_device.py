@@ -253,7 +253,8 @@ OTHERS = {
     ),
     "pipeline": ("resources.update.pipeline=2", "reshard.swap=always"),
     "experts": (
-        "model.make.family=qwen3_moe", "model.make.num_experts=4", "resources.update.expert=2", "reshard.swap=always",
+        "model.make.model_type=qwen3_moe", "model.make.num_experts=4",
+        "resources.update.expert=2", "reshard.swap=always",
     ),
     "context": ("resources.update.context=2", "reshard.swap=always"),
     "exact sends without a swap": ("resources.update.tensor=2", "reshard.swap=never", "reshard.verify=true"),

@@ -39,12 +39,13 @@ def test_every_step_and_every_shown_token_tell_of_mismatch_and_age(tmp_path):
 
 
 LONG = [
-    "model.make.max_positions=160", "rollout.max_completion_length=100", "train.max_steps=20", "optim.lr=1e-3",
+    "model.make.max_position_embeddings=160",
+    "rollout.max_completion_length=100", "train.max_steps=20", "optim.lr=1e-3",
     "train.max_tokens_per_microbatch=700", "reward.timeout_seconds=30",
 ]  # fmt: skip
 MODELS = {
     "dense": ["model.make.intermediate_size=43"],
-    "sparse": ["model.make.family=qwen3_moe", "model.make.num_experts=8"],
+    "sparse": ["model.make.model_type=qwen3_moe", "model.make.num_experts=8"],
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 LONG = [
-    "model.make.max_positions=64", "rollout.max_completion_length=48", "rollout.partial_max_rounds=3",
+    "model.make.max_position_embeddings=64", "rollout.max_completion_length=48", "rollout.partial_max_rounds=3",
     "rollout.partial_extra_prompts=8", "algo.rollout_is=tis", "train.max_steps=6", "checkpoint.interval=2",
 ]  # fmt: skip
 

@@ -165,8 +165,14 @@ def qwen_like_model(folder: Path) -> Path:
     """A model whose tokenizer pads with its stop token, as those of Qwen's base models do."""
     model = folder / "base"
     chars = "0123456789+="
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
-    make_model_folder(model, MakeConfig(**sizes, max_positions=32, chars=chars), seed=0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 64,
+    }
+    make_model_folder(model, MakeConfig(**sizes, max_position_embeddings=32, chars=chars), seed=0)
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         content = json.loads((model / name).read_text())
         content |= {"pad_token": "<eos>"} if "pad_token" in content else {"pad_token_id": 2}

@@ -161,7 +161,7 @@ def test_a_step_that_cannot_be_filled_says_so_once_and_the_run_goes_on(trained, 
 def test_prompts_that_take_several_steps_are_finished_before_steps_are_refilled(trained, tmp_path):
     settings, _ = trained
     own = [
-        *settings, f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "model.make.max_positions=64",
+        *settings, f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "model.make.max_position_embeddings=64",
         "rollout.max_completion_length=48",
     ]  # fmt: skip
     partial = ["algo.max_refills=0", "rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8"]

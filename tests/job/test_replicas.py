@@ -16,7 +16,7 @@ from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.world import World
 
 SETTINGS = ["train.max_steps=2", "reshard.verify=true"]
-SPARSE = ["model.make.family=qwen3_moe", "model.make.num_experts=4"]
+SPARSE = ["model.make.model_type=qwen3_moe", "model.make.num_experts=4"]
 HELD_OUT = "data.eval=synthetic://addition?low=0&high=9&count=5&split=test"
 LEARNT = ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "generation/tokens", "perf/tokens")
 
@@ -96,10 +96,17 @@ def refusal(settings: list[str]) -> str:
 
 @pytest.mark.ranks
 def test_models_and_engines_that_do_not_suit_the_generation_layout_are_refused_before_ranks_communicate():
-    key, sparse, vllm = "resources.generation", "model.make={family: qwen3_moe, num_experts: 6}", "rollout.engine=vllm"
+    key, sparse, vllm = (
+        "resources.generation",
+        "model.make={model_type: qwen3_moe, num_experts: 6}",
+        "rollout.engine=vllm",
+    )
     cases = [
-        (["model.make={num_kv_heads: 1}", f"{key}.tensor=4"], "^$"),
-        (["model.make={num_heads: 2}", f"{key}.tensor=4"], "generation.tensor is 4, but .*num_attention_heads 2"),
+        (["model.make={num_key_value_heads: 1}", f"{key}.tensor=4"], "^$"),
+        (
+            ["model.make={num_attention_heads: 2}", f"{key}.tensor=4"],
+            "generation.tensor is 4, but .*num_attention_heads 2",
+        ),
         (["model.make={}", f"{key}.expert=2"], "generation.expert is 2, but the model has no experts; set it to 1"),
         ([sparse, f"{key}.expert=4"], "generation.expert is 4, but it must divide the model's 6 experts"),
         ([sparse, f"{key}.expert=2"], "^$"),

@@ -36,8 +36,9 @@ def test_special_tokens_are_kept_for_rewards_and_records_unless_they_are_skipped
 
 def test_ids_without_a_token_are_counted_at_the_start_and_never_sampled(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    make = MakeConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64,
-                      max_positions=32, chars="0123456789+=abcdefghij")  # fmt: skip
+    make = MakeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                      intermediate_size=64,
+                      max_position_embeddings=32, chars="0123456789+=abcdefghij")  # fmt: skip
     make_model_folder(folder, make, 0)
     content = json.loads((folder / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]

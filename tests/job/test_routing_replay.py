@@ -39,7 +39,7 @@ SPARSE = replace(
 )  # fmt: skip
 REPLAY = "train.routing.replay=rollout"
 JOB = [
-    REPLAY, "model.make.family=qwen3_moe", "model.make.num_experts=4", "model.dtype=float32", "train.max_steps=2",
+    REPLAY, "model.make.model_type=qwen3_moe", "model.make.num_experts=4", "model.dtype=float32", "train.max_steps=2",
     "train.updates_per_step=2", "optim.lr=1e-7",
 ]  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_update_and_old_logprobs_read_the_choices_and_the_reference_does_not():
 
 @pytest.mark.parametrize("key", ["rollouts_from", "rollouts_to"])
 def test_recordings_without_choices_are_refused(key):
-    model = "model.make={family: qwen3_moe}"
+    model = "model.make={model_type: qwen3_moe}"
     settings = [model, "data.train=synthetic://addition?count=10", REPLAY, f"debug.{key}=x"]
     with pytest.raises(ConfigError, match=f"the files of debug.{key} hold no experts"):
         check_run(load_config([], settings), "train")

@@ -142,7 +142,8 @@ class Slow:
         return End() if len(episode.turns) == 2 else Observation(str(episode.seed % 100))
 """
 TURNS = (
-    "model.make.max_positions=64", "rollout.max_completion_length=40", "rollout.stop=[=, +]", "algo.kl_coef=0.1",
+    "model.make.max_position_embeddings=64",
+    "rollout.max_completion_length=40", "rollout.stop=[=, +]", "algo.kl_coef=0.1",
     "environment.timeout_seconds=200",
 )  # fmt: skip
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
 
 LARGER = (
-    "model.make={hidden_size: 48, num_layers: 3, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, "
-    "max_positions: 40, chars: '0123456789+= '}"
+    "model.make={hidden_size: 48, num_hidden_layers: 3, num_attention_heads: 2, num_key_value_heads: 1, "
+    "intermediate_size: 64, max_position_embeddings: 40, chars: '0123456789+= '}"
 )
 LEARNT = ("teacher/kl", "loss", "grad_norm", "reward")
 

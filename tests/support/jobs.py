@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 
 TINY = """
 model:
-  make: {hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, max_positions: 32,
+  make: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1,
+    intermediate_size: 64, max_position_embeddings: 32,
          chars: "0123456789+= "}
 data:
   train: synthetic://addition?low=0&high=9&count=40

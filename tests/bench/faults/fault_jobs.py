@@ -37,8 +37,8 @@ def share_of_digits(completions, **columns):
     return [sum(letter.isdigit() for letter in text) / 8 for text in completions]
 """
 _SETTINGS = (
-    "model.make={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, "
-    "max_positions: 32, chars: '0123456789+= '}",
+    "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "
+    "intermediate_size: 64, max_position_embeddings: 32, chars: '0123456789+= '}",
     "data.train=synthetic://addition?low=0&high=9&count=40", "data.eval=synthetic://addition?low=0&high=9&count=8",
     "rollout.prompts_per_step=8", "rollout.num_generations=4", "rollout.max_completion_length=8", "optim.lr=1e-3",
     "train.max_steps=3", "train.epochs_per_step=2", "checkpoint.interval=1", "checkpoint.keep_last=30",

@@ -20,8 +20,8 @@ _ROWS: Settings = {
 }
 PROMPTS = _ROWS | {"rollout.max_completion_length": 6, "reward.functions": "[exact]"}
 START: Settings = PROMPTS | {
-    "model.make": "{hidden_size: 128, num_layers: 5, num_heads: 4, num_kv_heads: 2, intermediate_size: 384, "
-    "max_positions: 64}",
+    "model.make": "{hidden_size: 128, num_hidden_layers: 5, num_attention_heads: 4, num_key_value_heads: 2, "
+    "intermediate_size: 384, max_position_embeddings: 64}",
     "sft.max_steps": 600,
     "sft.rows_per_step": 256,
     "sft.stop_at_probability": 0.5,

@@ -137,7 +137,9 @@ def test_what_cant_be_run_is_refused_before_anything_is(tmp_path: Path, words: l
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_model_folder(folder, MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), seed=0)
+    make_model_folder(
+        folder, MakeConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), seed=0
+    )
     return folder
 
 

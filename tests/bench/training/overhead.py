@@ -33,8 +33,8 @@ _MODULE = "tests.bench.training.safeguards"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 # Steps of about half a second on two cores.
 _SETTINGS: dict[str, object] = {
-    "model.make": "{hidden_size: 128, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 384, "
-    "max_positions: 128, chars: '0123456789+= '}",
+    "model.make": "{hidden_size: 128, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "
+    "intermediate_size: 384, max_position_embeddings: 128, chars: '0123456789+= '}",
     "data.train": "synthetic://addition?low=0&high=9&count=80", "rollout.ignore_eos": "true",
     "rollout.prompts_per_step": 8, "rollout.num_generations": 8, "rollout.max_completion_length": 48,
     "resources.device": "cpu",

@@ -28,8 +28,8 @@ def share_of_digits(completions, **columns):
 """
 # No look falls on a checkpoint that is being written.
 _SETTINGS: dict[str, object] = {
-    "model.make": "{hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, "
-    "max_positions: 32, chars: '0123456789+= '}",
+    "model.make": "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, "
+    "intermediate_size: 64, max_position_embeddings: 32, chars: '0123456789+= '}",
     "data.train": "synthetic://addition?low=0&high=9&count=40", "data.eval": "synthetic://addition?low=0&high=9&count=8",
     "rollout.prompts_per_step": 2, "rollout.num_generations": 2, "rollout.max_completion_length": 4,
     "optim.lr": "1e-4", "checkpoint.interval": 103, "eval.interval": 500, "eval.before_train": "false",

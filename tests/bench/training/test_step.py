@@ -40,7 +40,9 @@ def test_the_step_bench_prints_ratios_and_writes_json(tmp_path, capsys):
     script, prompts, model, out = (tmp_path / name for name in ("peer.py", "prompts.jsonl", "model", "out.json"))
     script.write_text(PEER)
     prompts.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(8)))
-    make_model_folder(model, MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), seed=0)
+    make_model_folder(
+        model, MakeConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), seed=0
+    )
     sizes = ["--prompts-per-step", "2", "--num-generations", "2", "--length", "8", "--steps", "3", "--ranks", "1"]
     arguments = ["step", "--model", str(model), "--prompts", str(prompts), *sizes]
     arguments += ["--settings", "optim.lr=1e-5", "train.updates_per_step=2"]

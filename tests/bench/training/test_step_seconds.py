@@ -81,7 +81,9 @@ def test_calls_of_the_cpus_library_are_operations_while_they_are_profiled() -> N
 def test_the_table_of_a_runs_seconds_adds_up(tmp_path, capsys) -> None:
     prompts, model, out = (tmp_path / name for name in ("prompts.jsonl", "model", "out.json"))
     prompts.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(8)))
-    make_model_folder(model, MakeConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1), seed=0)
+    make_model_folder(
+        model, MakeConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), seed=0
+    )
     sizes = ["--prompts-per-step", "2", "--num-generations", "2", "--length", "8", "--steps", "3", "--ranks", "1"]
     arguments = ["step", "--table", "--model", str(model), "--prompts", str(prompts), *sizes, "--json", str(out)]
     assert main(arguments) == 0

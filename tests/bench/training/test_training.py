@@ -36,7 +36,9 @@ def test_lengths_are_long_tailed_and_have_the_mean_asked_for():
 @pytest.mark.slow
 def test_the_training_bench_prints_ratios_and_writes_json(tmp_path, capsys):
     model, out = tmp_path / "model", tmp_path / "out.json"
-    make_model_folder(model, MakeConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1), seed=0)
+    make_model_folder(
+        model, MakeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1), seed=0
+    )
     sizes = ["--rows", "12", "--mean-length", "30", "--longest", "90", "--max-tokens", "128", "--rounds", "1"]
     assert main(["training", "--model", str(model), *sizes, "--device", "cpu", "--json", str(out)]) == 0
     assert "times as fast as plain PyTorch" in capsys.readouterr().out

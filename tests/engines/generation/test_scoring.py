@@ -32,7 +32,9 @@ def weights_of(config: DecoderConfig) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 @torch.no_grad()
 def test_scores_are_the_logprobs_of_a_full_sequence_forward(family):
-    make = MakeConfig(family=family, hidden_size=32, num_layers=2, intermediate_size=48, max_positions=64)
+    make = MakeConfig(
+        model_type=family, hidden_size=32, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=64
+    )
     config = decoder_config(make)
     decoder = Decoder(config)
     decoder.load_state_dict(weights_of(config))

@@ -14,7 +14,9 @@ from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 
-SPARSE = decoder_config(MakeConfig(family="qwen3_moe", hidden_size=128, num_heads=4, moe_intermediate_size=64))
+SPARSE = decoder_config(
+    MakeConfig(model_type="qwen3_moe", hidden_size=128, num_attention_heads=4, moe_intermediate_size=64)
+)
 
 
 def test_importing_the_engine_does_not_import_vllm():

@@ -30,10 +30,18 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed; see docs/vllm.md"),
 ]
 
-DENSE = MakeConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=192, max_positions=256)
+DENSE = MakeConfig(
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=192,
+    max_position_embeddings=256,
+)
 SPARSE = MakeConfig(
-    family="qwen3_moe", hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, moe_intermediate_size=64,
-    num_experts=4, max_positions=256,
+    model_type="qwen3_moe", hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    moe_intermediate_size=64,
+    num_experts=4, max_position_embeddings=256,
 )  # fmt: skip
 
 # Longer than a block of vLLM's KV cache, so that it is kept for the next request, and would be for the next weights.

@@ -116,7 +116,9 @@ def test_impossible_heads_are_refused_with_their_numbers(sizes: dict[str, int], 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_spans_in_a_row_are_the_whole_decoder(family: str, tied: bool) -> None:
-    config = decoder_config(MakeConfig(family=family, hidden_size=32, intermediate_size=24, tied_head=tied))
+    config = decoder_config(
+        MakeConfig(model_type=family, hidden_size=32, intermediate_size=24, tie_word_embeddings=tied)
+    )
     weights = RandomWeights(config, seed=0)
 
     def filled(span: LayerSpan | None) -> Decoder:

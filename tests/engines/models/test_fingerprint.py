@@ -13,8 +13,8 @@ from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 
-MAKE = MakeConfig(hidden_size=32, num_layers=2, intermediate_size=48, chars="0123456789+=")
-SPARSE = MakeConfig(family="deepseek_v3", hidden_size=32, num_layers=2, chars="01")
+MAKE = MakeConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=48, chars="0123456789+=")
+SPARSE = MakeConfig(model_type="deepseek_v3", hidden_size=32, num_hidden_layers=2, chars="01")
 
 
 @pytest.fixture

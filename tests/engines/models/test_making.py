@@ -13,22 +13,22 @@ from spmdrl.engines.models.making.make_model import decoder_config, make_char_to
 from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
-TINY = MakeConfig(hidden_size=32, num_layers=1, intermediate_size=48)
+TINY = MakeConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=48)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"tied_head": True},
-        {"tied_head": False},
-        {"family": "qwen3_moe", "num_experts": 4, "num_dense_layers": 1},
-        {"family": "deepseek_v3"},
-        {"family": "deepseek_v3", "num_expert_groups": 4, "groups_per_token": 2, "query_rank": 8, "rotary_size": 6},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        {"model_type": "qwen3_moe", "num_experts": 4, "first_k_dense_replace": 1},
+        {"model_type": "deepseek_v3"},
+        {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "q_lora_rank": 8, "qk_rope_head_dim": 6},
     ],
     ids=lambda sizes: "-".join(map(str, sizes.values())),
 )
 def test_a_made_model_has_parity_in_transformers(sizes: dict[str, object], tmp_path: Path) -> None:
-    make = MakeConfig(hidden_size=32, num_layers=2, intermediate_size=48, **sizes)  # type: ignore[arg-type]
+    make = MakeConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=48, **sizes)  # type: ignore[arg-type]
     make_model_folder(tmp_path / "model", make, seed=3)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     rows = random_rows([4, 7], vocab_size=100)
@@ -80,15 +80,24 @@ def test_the_default_sizes_give_under_a_million_parameters(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": 100, "num_heads": 8}, "model.make.hidden_size 100 must be a multiple of .* = 16"),
-        ({"num_kv_heads": 3}, "model.make.num_heads 4 must be a multiple of model.make.num_kv_heads 3"),
+        ({"hidden_size": 100, "num_attention_heads": 8}, "model.make.hidden_size 100 must be a multiple of .* = 16"),
+        (
+            {"num_key_value_heads": 3},
+            "model.make.num_attention_heads 4 must be a multiple of model.make.num_key_value_heads 3",
+        ),
         ({"num_experts": 4}, "model.make.num_experts is 4, but a qwen3 has no such size; .* to qwen3_moe"),
-        ({"family": "qwen3_moe", "value_size": 8}, "value_size is 8, but a qwen3_moe .* to deepseek_v3"),
-        ({"family": "qwen3_moe", "experts_per_token": 9}, "model.make .* num_experts_per_tok is 9, .* 1 and the 8"),
-        ({"family": "deepseek_v3", "num_dense_layers": 4}, "num_dense_layers 4 leaves none of model.make.num_layers 4"),
-        ({"family": "deepseek_v3", "rotary_size": 5}, "model.make .* qk_rope_head_dim 5 is odd"),
-        ({"family": "deepseek_v3", "num_expert_groups": 3}, "8 experts in n_group 3 groups"),
-        ({"family": "deepseek_v3", "num_expert_groups": 8, "groups_per_token": 4}, "topk_group 4 groups of 1 experts"),
+        ({"model_type": "qwen3_moe", "v_head_dim": 8}, "v_head_dim is 8, but a qwen3_moe .* to deepseek_v3"),
+        (
+            {"model_type": "qwen3_moe", "num_experts_per_tok": 9},
+            "model.make .* num_experts_per_tok is 9, .* 1 and the 8",
+        ),
+        (
+            {"model_type": "deepseek_v3", "first_k_dense_replace": 4},
+            "first_k_dense_replace 4 leaves none of model.make.num_hidden_layers 4",
+        ),
+        ({"model_type": "deepseek_v3", "qk_rope_head_dim": 5}, "model.make .* qk_rope_head_dim 5 is odd"),
+        ({"model_type": "deepseek_v3", "n_group": 3}, "8 experts in n_group 3 groups"),
+        ({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 4}, "topk_group 4 groups of 1 experts"),
         ({"chars": "abca"}, "repeats .'a'."),
         ({"chars": ""}, "or is empty"),
     ],

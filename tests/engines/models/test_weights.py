@@ -17,7 +17,7 @@ from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
-MAKE = MakeConfig(hidden_size=32, num_layers=2, intermediate_size=48, chars="0123456789+=")
+MAKE = MakeConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=48, chars="0123456789+=")
 CONFIG = decoder_config(MAKE)
 
 
@@ -152,7 +152,7 @@ def test_random_weights_depend_on_seed_and_name_only() -> None:
 
 
 SPARSE = decoder_config(
-    MakeConfig(family="qwen3_moe", hidden_size=32, num_layers=1, num_experts=5, moe_intermediate_size=3)
+    MakeConfig(model_type="qwen3_moe", hidden_size=32, num_hidden_layers=1, num_experts=5, moe_intermediate_size=3)
 )
 STACKED = "model.layers.0.mlp.experts.up_proj"
 

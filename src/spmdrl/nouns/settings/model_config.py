@@ -11,15 +11,15 @@ from annotated_types import Ge, Interval
 from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 PRINTABLE_CHARS = "".join(map(chr, range(32, 127))) + "\n"
-_SPARSE_SIZES = ("num_experts", "experts_per_token", "moe_intermediate_size", "num_dense_layers")
+_SPARSE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace")
 _DEEPSEEK_SIZES = (
-    "num_shared_experts",
-    "num_expert_groups",
-    "groups_per_token",
-    "query_rank",
-    "key_value_rank",
-    "rotary_size",
-    "value_size",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 
 
@@ -30,69 +30,69 @@ class MakeConfig:
     Sizes that only some families have are None in the others; there None takes the default named below.
     """
 
-    family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
+    model_type: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
     """qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention"""
     hidden_size: Annotated[int, Ge(1)] = 128
     """width of the model"""
-    num_layers: Annotated[int, Ge(1)] = 4
+    num_hidden_layers: Annotated[int, Ge(1)] = 4
     """number of decoder layers"""
-    num_heads: Annotated[int, Ge(1)] = 4
-    """query heads; each has hidden_size / num_heads dimensions, in deepseek_v3 before the rotated part"""
-    num_kv_heads: Annotated[int, Ge(1)] = 2
-    """key and value heads, each shared by num_heads / num_kv_heads query heads; in deepseek_v3 every head has its
-    own"""
+    num_attention_heads: Annotated[int, Ge(1)] = 4
+    """query heads; each has hidden_size / num_attention_heads dimensions, in deepseek_v3 before the rotated part"""
+    num_key_value_heads: Annotated[int, Ge(1)] = 2
+    """key and value heads, each shared by num_attention_heads / num_key_value_heads query heads; in deepseek_v3 every
+    head has its own"""
     intermediate_size: Annotated[int, Ge(1)] = 384
     """width of the gated feed-forward of dense layers"""
-    max_positions: Annotated[int, Ge(1)] = 1024
+    max_position_embeddings: Annotated[int, Ge(1)] = 1024
     """longest row, prompt and response together, in tokens"""
-    tied_head: bool = True
+    tie_word_embeddings: bool = True
     """whether the output head shares the embedding's weights"""
     chars: str = PRINTABLE_CHARS
     """the tokenizer's characters, one token each; any other becomes <unk>"""
     num_experts: Annotated[int, Ge(1)] | None = None
     """experts of each sparse layer; null: 8"""
-    experts_per_token: Annotated[int, Ge(1)] | None = None
+    num_experts_per_tok: Annotated[int, Ge(1)] | None = None
     """experts that each token is routed to; null: 2"""
     moe_intermediate_size: Annotated[int, Ge(1)] | None = None
-    """width of one expert; null: intermediate_size / experts_per_token"""
-    num_dense_layers: Annotated[int, Ge(0)] | None = None
+    """width of one expert; null: intermediate_size / num_experts_per_tok"""
+    first_k_dense_replace: Annotated[int, Ge(0)] | None = None
     """number of first layers that are dense; null: 0 in qwen3_moe, 1 in deepseek_v3"""
-    num_shared_experts: Annotated[int, Ge(1)] | None = None
+    n_shared_experts: Annotated[int, Ge(1)] | None = None
     """experts that every token goes through, in deepseek_v3; null: 1"""
-    num_expert_groups: Annotated[int, Ge(1)] | None = None
+    n_group: Annotated[int, Ge(1)] | None = None
     """groups of experts, in deepseek_v3; null: 1"""
-    groups_per_token: Annotated[int, Ge(1)] | None = None
+    topk_group: Annotated[int, Ge(1)] | None = None
     """groups whose experts each token may be routed to, in deepseek_v3; null: all"""
-    query_rank: Annotated[int, Ge(1)] | None = None
+    q_lora_rank: Annotated[int, Ge(1)] | None = None
     """size of the latent vector that queries are computed from, in deepseek_v3; null: queries have none"""
-    key_value_rank: Annotated[int, Ge(1)] | None = None
+    kv_lora_rank: Annotated[int, Ge(1)] | None = None
     """size of the latent vector that keys and values are computed from, in deepseek_v3; null: hidden_size / 2"""
-    rotary_size: Annotated[int, Ge(1)] | None = None
-    """size of the rotated part of each query and key, in deepseek_v3; null: half of hidden_size / num_heads, made
-    even"""
-    value_size: Annotated[int, Ge(1)] | None = None
-    """size of a value per head, in deepseek_v3; null: hidden_size / num_heads"""
+    qk_rope_head_dim: Annotated[int, Ge(1)] | None = None
+    """size of the rotated part of each query and key, in deepseek_v3; null: half of hidden_size /
+    num_attention_heads, made even"""
+    v_head_dim: Annotated[int, Ge(1)] | None = None
+    """size of a value per head, in deepseek_v3; null: hidden_size / num_attention_heads"""
 
     def __post_init__(self) -> None:
         self._refuse_sizes_of_other_families()
-        if self.hidden_size % (2 * self.num_heads):
+        if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
-                f"model.make.hidden_size {self.hidden_size} must be a multiple of 2 x model.make.num_heads = "
-                f"{2 * self.num_heads}, so that every head has an even size; change one of them"
+                f"model.make.hidden_size {self.hidden_size} must be a multiple of 2 x model.make.num_attention_heads = "
+                f"{2 * self.num_attention_heads}, so that every head has an even size; change one of them"
             )
-        if self.num_heads % self.num_kv_heads and self.family != "deepseek_v3":
+        if self.num_attention_heads % self.num_key_value_heads and self.model_type != "deepseek_v3":
             raise ValueError(
-                f"model.make.num_heads {self.num_heads} must be a multiple of model.make.num_kv_heads "
-                f"{self.num_kv_heads}; change one of them"
+                f"model.make.num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"model.make.num_key_value_heads {self.num_key_value_heads}; change one of them"
             )
         try:
             moe, _ = self.moe, self.latent
         except ValueError as error:
             raise ValueError(f"the sizes of model.make don't fit together: {error}") from None
-        if moe is not None and len(moe.dense_layers) >= self.num_layers:
+        if moe is not None and len(moe.dense_layers) >= self.num_hidden_layers:
             raise ValueError(
-                f"model.make.num_dense_layers {len(moe.dense_layers)} leaves none of model.make.num_layers "
-                f"{self.num_layers} sparse; change one of them, or set model.make.family to qwen3"
+                f"model.make.first_k_dense_replace {len(moe.dense_layers)} leaves none of model.make.num_hidden_layers "
+                f"{self.num_hidden_layers} sparse; change one of them, or set model.make.model_type to qwen3"
             )
         repeated = sorted({char for char in self.chars if self.chars.count(char) > 1})
         if not self.chars or repeated:
@@ -101,17 +101,17 @@ class MakeConfig:
     @property
     def head_size(self) -> int:
         """Head size, in deepseek_v3 that of the part that isn't rotated."""
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def moe(self) -> MoeConfig | None:
-        """The sparse layers, where the family has them."""
-        if self.family == "qwen3":
+        """The sparse layers, where the model_type has them."""
+        if self.model_type == "qwen3":
             return None
-        is_deepseek = self.family == "deepseek_v3"
-        experts_per_token = self.experts_per_token or 2
-        num_groups = self.num_expert_groups or 1
-        num_dense = int(is_deepseek) if self.num_dense_layers is None else self.num_dense_layers
+        is_deepseek = self.model_type == "deepseek_v3"
+        experts_per_token = self.num_experts_per_tok or 2
+        num_groups = self.n_group or 1
+        num_dense = int(is_deepseek) if self.first_k_dense_replace is None else self.first_k_dense_replace
         return MoeConfig(
             num_experts=self.num_experts or 8,
             experts_per_token=experts_per_token,
@@ -119,31 +119,31 @@ class MakeConfig:
             scoring="sigmoid" if is_deepseek else "softmax",
             normalize=True,
             num_groups=num_groups,
-            groups_per_token=self.groups_per_token or num_groups,
-            num_shared_experts=(self.num_shared_experts or 1) if is_deepseek else 0,
+            groups_per_token=self.topk_group or num_groups,
+            num_shared_experts=(self.n_shared_experts or 1) if is_deepseek else 0,
             dense_layers=tuple(range(num_dense)),
         )
 
     @property
     def latent(self) -> LatentConfig | None:
         """The latent attention, where the family has it."""
-        if self.family != "deepseek_v3":
+        if self.model_type != "deepseek_v3":
             return None
         return LatentConfig(
-            query_rank=self.query_rank,
-            key_value_rank=self.key_value_rank or max(1, self.hidden_size // 2),
+            query_rank=self.q_lora_rank,
+            key_value_rank=self.kv_lora_rank or max(1, self.hidden_size // 2),
             plain_size=self.head_size,
-            rotary_size=self.rotary_size or max(2, self.head_size // 4 * 2),
-            value_size=self.value_size or self.head_size,
+            rotary_size=self.qk_rope_head_dim or max(2, self.head_size // 4 * 2),
+            value_size=self.v_head_dim or self.head_size,
         )
 
     def _refuse_sizes_of_other_families(self) -> None:
-        foreign = {"qwen3": _SPARSE_SIZES + _DEEPSEEK_SIZES, "qwen3_moe": _DEEPSEEK_SIZES}.get(self.family, ())
+        foreign = {"qwen3": _SPARSE_SIZES + _DEEPSEEK_SIZES, "qwen3_moe": _DEEPSEEK_SIZES}.get(self.model_type, ())
         for name in foreign:
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"model.make.{name} is {getattr(self, name)}, but a {self.family} has no such size; remove it or "
-                    f"set model.make.family to {'deepseek_v3' if name in _DEEPSEEK_SIZES else 'qwen3_moe'}"
+                    f"model.make.{name} is {getattr(self, name)}, but a {self.model_type} has no such size; remove it "
+                    f"or set model.make.model_type to {'deepseek_v3' if name in _DEEPSEEK_SIZES else 'qwen3_moe'}"
                 )
 
 

@@ -20,9 +20,11 @@ from spmdrl.verbs.doctor.stage_run import StageRun
 
 _MODELS = {
     "full": decoder_config(
-        MakeConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536)
+        MakeConfig(
+            hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536
+        )
     ),
-    "small": decoder_config(MakeConfig(hidden_size=64, num_layers=2, intermediate_size=192)),
+    "small": decoder_config(MakeConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=192)),
 }
 _ROWS, _LONGEST = {"full": 16, "small": 8}, {"full": 512, "small": 64}
 _NUM_UPDATES = 6

@@ -32,8 +32,8 @@ _SETTINGS: Settings = {
 # The quickstart's model, task and supervised start (configs/debug/quickstart.yaml), written out because an installed
 # package has no configs.
 _QUICKSTART: Settings = {
-    "model.make": "{hidden_size: 128, num_layers: 5, num_heads: 4, num_kv_heads: 2, intermediate_size: 384, "
-    "max_positions: 64}",
+    "model.make": "{hidden_size: 128, num_hidden_layers: 5, num_attention_heads: 4, num_key_value_heads: 2, "
+    "intermediate_size: 384, max_position_embeddings: 64}",
     "data.train": "synthetic://addition?low=0&high=49&test_fraction=0.15&count=2000",
     "sft": "{max_steps: 400, rows_per_step: 256, stop_at_probability: 0.25, "
     "optim: {lr: 3.0e-3, warmup_steps: 20, betas: [0.9, 0.95]}}",
@@ -46,8 +46,8 @@ _QUICKSTART: Settings = {
 }
 # Small sizes learn within seconds to write digits.
 _DIGITS: Settings = {
-    "model.make": "{hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 64, "
-    "max_positions: 32}",
+    "model.make": "{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "
+    "intermediate_size: 64, max_position_embeddings: 32}",
     "data.train": "synthetic://addition?low=0&high=9&count=80",
     "rollout.prompts_per_step": 8,
     "rollout.num_generations": 8,
@@ -67,10 +67,10 @@ _CLOCKED = re.compile("(time|perf|mem|fusion)/|reshard/.*(seconds|per_second|hid
 # Prompts x responses, tokens of each response.
 _STEP_SIZES = {"full": (32, 8, 256), "small": (4, 2, 8)}
 _STEP_MODELS = {
-    "full": "{hidden_size: 1024, num_layers: 24, num_heads: 16, num_kv_heads: 4, intermediate_size: 4096, "
-    "max_positions: 1024}",
-    "small": "{hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_size: 192, "
-    "max_positions: 64}",
+    "full": "{hidden_size: 1024, num_hidden_layers: 24, num_attention_heads: 16, num_key_value_heads: 4, "
+    "intermediate_size: 4096, max_position_embeddings: 1024}",
+    "small": "{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "intermediate_size: 192, max_position_embeddings: 64}",
 }
 """400 and 0.1 million parameters"""
 _NUM_STEPS = STEPS_OF_WARM_UP + 3

@@ -20,7 +20,7 @@ _STEPS = (
     # A start-up, which may take three times that, writes its ranks' stacks before the job is ended from outside.
     "resources.stage_timeout_seconds=30",
 )  # fmt: skip
-_LONG = ("model.make.max_positions=64", "rollout.max_completion_length=24")
+_LONG = ("model.make.max_position_embeddings=64", "rollout.max_completion_length=24")
 _CHARS = "model.make.chars='0123456789+=<>? '"
 _RIGHT = """
 def begins_low(completions, **columns):

@@ -28,20 +28,20 @@ def decoder_config(make: MakeConfig) -> DecoderConfig:
     """The decoder of these sizes; its vocabulary is the special tokens and then the characters."""
     latent = make.latent
     return DecoderConfig(
-        model_type=make.family,
+        model_type=make.model_type,
         vocab_size=len(_SPECIAL_TOKENS) + len(make.chars),
         hidden_size=make.hidden_size,
         intermediate_size=make.intermediate_size,
-        num_layers=make.num_layers,
-        num_heads=make.num_heads,
-        num_kv_heads=make.num_kv_heads if latent is None else make.num_heads,
+        num_layers=make.num_hidden_layers,
+        num_heads=make.num_attention_heads,
+        num_kv_heads=make.num_key_value_heads if latent is None else make.num_attention_heads,
         head_size=make.head_size if latent is None else latent.head_size,
         rms_eps=1e-6,
         rope_theta=10000.0,
         qk_norm=latent is None,
         attention_bias=False,
-        tied_head=make.tied_head,
-        max_positions=make.max_positions,
+        tied_head=make.tie_word_embeddings,
+        max_positions=make.max_position_embeddings,
         moe=make.moe,
         latent=latent,
     )
