@@ -16,7 +16,8 @@ BUDGET = {
     "imports of ours": 1_933,
     "config keys": 307,
     "files from prompt to gradient": 78,
-    "threads per rank": 10,
+    # Main, agent, gate, calls of rewards, and now and then one that exchanges lines.
+    "threads per rank": 5,
 }
 
 
