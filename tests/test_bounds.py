@@ -17,21 +17,19 @@ BASE = ["model.make={model_type: deepseek_v3}", "data.train=synthetic://addition
 # The bounds that keys have; one that is added is tried below without a line here.
 COUNTS = """
 rollout.prompts_per_step rollout.num_generations rollout.partial_max_rounds rollout.max_completion_length
-rollout.max_running_rows rollout.max_prefill_tokens rollout.block_size data.max_prompt_length
+rollout.max_running_rows data.max_prompt_length
 train.max_steps train.updates_per_step train.epochs_per_step train.max_tokens_per_microbatch
 sft.rows_per_step eval.num_samples eval.max_rows
 checkpoint.keep_last checkpoint.keep_every reward.workers environment.workers
 reshard.bucket_bytes model.make.hidden_size model.make.num_hidden_layers model.make.num_attention_heads
 model.make.num_key_value_heads
 model.make.intermediate_size model.make.max_position_embeddings model.make.num_experts model.make.num_experts_per_tok
-model.make.moe_intermediate_size model.make.n_shared_experts model.make.n_group
-model.make.topk_group model.make.q_lora_rank model.make.kv_lora_rank model.make.qk_rope_head_dim
-model.make.v_head_dim
+model.make.moe_intermediate_size
 """.split()
 NOT_NEGATIVE = """
 seed sft.max_steps optim.warmup_steps eval.interval checkpoint.interval rollout.top_k
 algo.kl_coef algo.clip_ratio_high
-log.samples_per_step log.samples_interval reshard.probe_tolerance model.make.first_k_dense_replace
+log.samples_per_step reshard.probe_tolerance model.make.first_k_dense_replace
 """.split()
 FINITE = """
 optim.eps optim.weight_decay rollout.temperature

@@ -34,6 +34,9 @@ def test_the_page_has_every_key_with_a_text_and_every_alias() -> None:
     sections = re.findall(r"#+ ([a-z_.]+) ", page)
     # A section of a class that is listed already refers to it.
     referring = dict(re.findall(r"#+ ([a-z_.]+) (?:(?!#).)*?\. Keys as in \[([a-z_.]+)\]", page))
+    items += [
+        name for names in re.findall(r"- ((?:`[\w.]+`(?:, )?)+): as in", page) for name in re.findall(r"[\w.]+", names)
+    ]
     items += [f"{section}.{item.rpartition('.')[2]}" for section, known in referring.items()
               for item in items if item.rpartition(".")[0] == known]  # fmt: skip
     assert sorted(set(items)) == sorted({key.name for key in schema(Config) if not key.sections})

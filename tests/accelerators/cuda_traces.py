@@ -31,7 +31,7 @@ from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import Rating
-from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
@@ -45,6 +45,7 @@ from tests.accelerators.step_traces import captured_step, pages_of_shapes
 from tests.accelerators.training_inputs import LENGTHS, losses, policy_rows, rows_of
 from tests.engines.generation.support import request, run
 from tests.engines.training.tiny import axis_of
+from tests.support.tuned import TunedRollout
 
 
 def models() -> Iterator[tuple[str, Trace]]:
@@ -208,7 +209,7 @@ def reward_model(cuda: FakeCuda) -> None:
 
 def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype, tensor: int = 1) -> None:
     """Groups, shared prefixes, chunks behind cached ones, blocks copied on write, and every filter of sampling."""
-    rollout = RolloutConfig(
+    rollout = TunedRollout(
         block_size=16, max_prefill_tokens=48, kv_cache_gib=0.25, max_running_rows=8, cuda_graphs=False
     )
     mesh = build_generation_mesh(GenerationLayout(tensor=tensor), Device("cpu"), tensor, 0)

@@ -17,9 +17,10 @@ from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep, StepSh
 from spmdrl.engines.generation.native.sampling import RowSampling
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels.ops import TABLE
-from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.mesh import lone_generation_mesh
 from tests.accelerators.fake_cuda import FakeCuda
+from tests.support.tuned import TunedRollout
 
 SAMPLINGS = [
     SamplingParams(),
@@ -58,7 +59,7 @@ def pages_of_shapes() -> Iterator[None]:
 def captured_step(cuda: FakeCuda, *, config: DecoderConfig) -> None:
     """Runs on what was fed alone: nothing is read from the device, and every kind of sampling is."""
     decoder = CachedDecoder(
-        config, lone_generation_mesh(), cuda.device, torch.bfloat16, RolloutConfig(block_size=16), None
+        config, lone_generation_mesh(), cuda.device, torch.bfloat16, TunedRollout(block_size=16), None
     )
     decoder.weights.wake()
     decoder.cache.resize(40)

@@ -78,16 +78,15 @@ def baseline_whitened(rows: Rows, config) -> np.ndarray:
 
 def less_values(rows: Rows, config) -> np.ndarray:
     """G - V, less the mean over all tokens, over their standard deviation."""
-    values = np.concatenate(rows.returns) - np.concatenate(rows.values)
-    return whitened(values, config) if config.whiten else values
+    return whitened(np.concatenate(rows.returns) - np.concatenate(rows.values), config)
 
 
 def to_teacher(rows: Rows, config) -> np.ndarray:
-    """a (log p_teacher - log p_generator) + b (R - mean) / (std + epsilon), less a token's and all later KL terms."""
+    """log p_teacher - log p_generator + b (R - mean) / (std + epsilon), less a token's and all later KL terms."""
     distance = np.concatenate(rows.teacher) - np.concatenate(rows.rollout)
     later = [rows.kl(row)[place:].sum() for row, length in enumerate(rows.lengths) for place in range(length)]
     of_rewards = config.reward_coef * group_relative(rows, config) if config.reward_coef else 0.0
-    return config.teacher_coef * distance + of_rewards - config.kl_coef * np.asarray(later)
+    return distance + of_rewards - config.kl_coef * np.asarray(later)
 
 
 def whitened(values: np.ndarray, config) -> np.ndarray:
@@ -108,9 +107,8 @@ CASES = [
     (RlooConfig(), leave_one_out),
     (PpoConfig(), less_values),
     (PpoConfig(std="biased"), less_values),
-    (PpoConfig(whiten=False), less_values),
     (OpdConfig(), to_teacher),
-    (OpdConfig(teacher_coef=0.3, reward_coef=2.0), to_teacher),
+    (OpdConfig(reward_coef=2.0), to_teacher),
     (OpdConfig(kl_coef=0.2, kl_in="advantage", kl_estimator="k1"), to_teacher),
     (ReinforcePpConfig(kl_coef=0.3), returns_whitened),
     (ReinforcePpConfig(std="biased"), returns_whitened),

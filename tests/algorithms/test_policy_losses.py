@@ -70,8 +70,7 @@ def dppo(rows, row, A, new, fixed, config):
     low, high = config.bounds
     D = np.abs(p - q) if config.divergence == "tv" else q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
     masked = (A > 0) & (p > q) & (high < D) | (A < 0) & (p < q) & (low < D)
-    loss = np.where(masked, 0, -np.minimum(p / q, config.is_max) * A * new)
-    return loss + config.squared_ratio_coef * (new - anchor) ** 2
+    return np.where(masked, 0, -np.minimum(p / q, config.is_max) * A * new)
 
 
 CASES = [
@@ -86,9 +85,9 @@ CASES = [
     (CispoConfig(), cispo),
     (SapoConfig(), sapo),
     (SapoConfig(tau_positive=3.0, tau_negative=0.5), sapo),
-    (DppoConfig(divergence_low=0.02, divergence_high=0.01), dppo),
-    (DppoConfig(divergence="kl", divergence_low=2e-3, divergence_high=1e-3), dppo),
-    (DppoConfig(anchor="old", is_max=1.05, squared_ratio_coef=1e-2), dppo),
+    (DppoConfig(divergence_bounds=(0.02, 0.01)), dppo),
+    (DppoConfig(divergence="kl", divergence_bounds=(2e-3, 1e-3)), dppo),
+    (DppoConfig(anchor="old", is_max=1.05), dppo),
     (ReinforcePpConfig(clip_ratio_low=0.1), clipped),
     (PpoConfig(clip_ratio_low=0.1, clip_ratio_c=1.1), clipped),
     (OpdConfig(clip_ratio_low=0.1), clipped),

@@ -63,7 +63,6 @@ def test_the_configs_of_the_repository_are_right():
             [*EXACT, "rollout.engine=vllm", "model.dtype=bfloat16"],
             "set model.dtype to float32, rollout.engine to native, or debug.batch_invariant to false",
         ),
-        ([*EXACT, "rollout.block_size=48"], "block_size is 48.*set rollout.block_size to 32, or debug"),
         ([*EXACT, "lora={merge: true}"], "lora.merge is true.*set lora.merge to false, or debug"),
         (["rollout.cuda_graphs=true"], "cuda_graphs is true, but graphs are captured on cuda alone.*set it to null"),
         (["seed=-1"], "command line: seed is -1, but must be >= 0"),

@@ -14,7 +14,7 @@ from spmdrl.observability.logs.log import MetricsLog, SampleRecord
 from spmdrl.observability.logs.trackers import TrackedRun
 from tests.support.jobs import ROOT, environment, finished, job_command, tiny_config
 
-RUN = TrackedRun("run 7", "sums", "sweep", ("small", "cpu"), {"optim": {"lr": 1e-3}, "seed": 0})
+RUN = TrackedRun("run 7", "sums", {"optim": {"lr": 1e-3}, "seed": 0})
 HOSTILE = "12\x1b[2J </script> ![x](http://x/y.png)\n# head"
 
 
@@ -46,7 +46,7 @@ def test_tensorboard_has_scalars_config_labels_and_samples(tmp_path: Path):
     assert [(one.step, one.value) for one in events.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
     [(_, config)], [(_, labels)] = texts("config"), texts("run")
     assert json.loads(config) == RUN.config
-    assert json.loads(labels) == {"name": "run 7", "project": "sums", "group": "sweep", "tags": ["small", "cpu"]}
+    assert json.loads(labels) == {"name": "run 7", "project": "sums"}
     assert [step for step, _ in texts("samples/0")] == [1, 2] and "row: 5" in texts("samples/1")[0][1]
     # Every line is indented: markdown of a policy stays text.
     assert all(line.startswith("    ") for line in texts("samples/0")[0][1].splitlines())
@@ -58,7 +58,7 @@ def test_a_job_sends_config_labels_and_samples_to_wandb_and_goes_on_in_the_same_
     calls = tmp_path / "calls.jsonl"
     env = environment(WANDB_STANDIN_FILE=str(calls))
     env["PYTHONPATH"] = f"{ROOT / 'tests/support/wandb_standin'}:{env['PYTHONPATH']}"
-    labels = ["log.project=sums", "log.group=sweep", "log.tags=[small,cpu]", "log.samples_interval=2"]
+    labels = ["log.project=sums"]
     settings = ["log.backends=[jsonl,wandb]", *labels, f"run.dir={tmp_path / 'run 7'}", "checkpoint.interval=1"]
     for num_steps in (2, 3):
         command = job_command("train", tiny_config(tmp_path), *settings, f"train.max_steps={num_steps}")
@@ -67,12 +67,11 @@ def test_a_job_sends_config_labels_and_samples_to_wandb_and_goes_on_in_the_same_
     made = [json.loads(line) for line in calls.read_text().splitlines()]
     first, second = [line["init"] for line in made if "init" in line]
     assert first["id"] == second["id"] and (first["project"], first["name"]) == ("sums", "run 7")
-    assert (first["group"], first["tags"]) == ("sweep", ["small", "cpu"])
     assert first["config"]["optim"]["lr"] == 1e-3 and second["config"]["train"]["max_steps"] == 3
     logs = [line for line in made if "log" in line]
     assert [line["step"] for line in logs if "reward" in line["log"]] == [1, 2, 3]
     tables = {line["step"]: line["log"]["samples"] for line in logs if "samples" in line["log"]}
-    assert set(tables) == {1, 3} and tables[1]["columns"][:4] == ["step", "row", "prompt", "response"]
+    assert set(tables) == {1} and tables[1]["columns"][:4] == ["step", "row", "prompt", "response"]
     assert len(tables[1]["data"]) == 8 and made[-1] == {"finish": True}
 
 
@@ -92,7 +91,7 @@ def test_the_real_wandb_takes_them_offline(tmp_path: Path):
     assert job.returncode == 0 and "fails" not in job.stderr, job.stderr[-2000:]
     [kept] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     content = kept.read_bytes()
-    assert all(word in content for word in (b"sums", b"sweep", b"small", b"reward", b"samples"))
+    assert all(word in content for word in (b"sums", b"reward", b"samples"))
 
 
 def test_settings_of_services_are_checked():

@@ -52,6 +52,12 @@ class Key:
         """The text under the field."""
         return _field_texts(self.owner).get(self.name.rpartition(".")[2], "")
 
+    @property
+    def base(self) -> Any:
+        """The class that defines the key, which may be a base of its owner."""
+        name = self.name.rpartition(".")[2]
+        return next(base for base in self.owner.__mro__ if name in getattr(base, "__annotations__", ()))
+
     def is_like(self, other: Key) -> bool:
         """Whether two classes have the same key, with the same type, default and text."""
         return (self.name, self.kind, self.default, self.text) == (other.name, other.kind, other.default, other.text)

@@ -127,7 +127,10 @@ def config_page(root: type[Any]) -> Iterator[str]:
     top = list(own_keys(root))
     yield from ["", "## Top level", ""]
     yield from (line for key in top if not key.sections for line in _key_item(key))
-    listed: dict[Any, Key] = {}
+    # What several algorithms and a section of its own have in common is listed there.
+    shared = [section for section in top if len(section.sections) == 1]
+    listed: dict[Any, Key] = {base: section for section in shared for base in section.sections[0].__bases__[:1]}
+    listed.pop(object)
     for section in top:
         yield from _section_part(section, "##", listed) if section.sections else ()
 
@@ -142,7 +145,12 @@ def _section_part(section: Key, level: str, listed: dict[Any, Key]) -> Iterator[
     groups = _shown_groups(section)
     for choices, keys in groups.items():
         yield from ["", f"With `{choices}`:", ""] if choices and keys else ()
-        yield from (line for key in keys if not key.sections for line in _key_item(key))
+        known_bases = {base: other for base, other in listed.items() if isinstance(base, type) and choices}
+        own = [key for key in keys if key.base not in known_bases]
+        yield from (line for key in own if not key.sections for line in _key_item(key))
+        for base, other in known_bases.items():
+            names = [f"`{key.name}`" for key in keys if key.base is base]
+            yield from [f"- {', '.join(names)}: as in [{other.name}](#{other.name})."] if names else ()
     for key in (key for keys in groups.values() for key in keys if key.sections):
         yield from _section_part(key, level + "#", listed)
 

@@ -9,8 +9,7 @@ from spmdrl.config.given import within
 _MODELS_AND_ROWS = "model data run seed resources"
 _TRAINED = (
     f"{_MODELS_AND_ROWS} resume lora train -train.max_steps -train.updates_per_step -train.epochs_per_step "
-    "-train.skip_zero_advantage -train.routing.replay checkpoint -checkpoint.keep_rollouts log -log.samples_per_step "
-    "-log.samples_interval"
+    "-train.skip_zero_advantage -train.routing.replay checkpoint -checkpoint.keep_rollouts log -log.samples_per_step"
 )
 _ANSWERS = (
     "rollout -rollout.prompts_per_step -rollout.num_generations -rollout.partial_max_rounds "

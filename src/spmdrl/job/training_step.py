@@ -251,7 +251,7 @@ def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
 def _build_portions(checked: CheckedRun, run: Run, parts: StageParts, scores: Sequence[ScoreStage]) -> Portions | None:
     """What scores groups that are whole while rows wait for an environment; None where no row does. Collective."""
     number, mesh = checked.config.dock.portions, parts.replica.mesh
-    if parts.turns is None or not scores or number == 1:
+    if parts.turns is None or not scores:
         return None
     obstacle = None
     if not checked.config.dock.fuse:

@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.observability.timeline.timeline import read_timeline
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn
@@ -74,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 responses each")
     parser.add_argument("--length", type=int, default=56, help="most tokens of a response")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run, the first of which is not counted")
-    parser.add_argument("--portions", type=int, default=DockConfig().portions, help="dock.portions")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
 
 
@@ -138,7 +136,6 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool
         "reshard.swap": "never",
         "resources.device": "cpu",
         "dock.fuse": str(fuse).lower(),
-        "dock.portions": arguments.portions,
     }
     if case == "tool":
         settings |= {"environment.function": f"{inputs / 'slow_tool.py'}:Slow", "environment.workers": 16,

@@ -68,7 +68,7 @@ def test_a_benchmark_has_its_prompt_and_its_answer(tmp_path, form, row, rule, pr
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
-def test_choices_are_shuffled_by_the_seed_and_the_question_alone(tmp_path, suffix):
+def test_choices_are_shuffled_by_the_question_alone(tmp_path, suffix):
     rows = [{**GPQA, "Question": f"Which of {number}?"} for number in range(400)]
     read = rows_of(written(tmp_path / f"all{suffix}", *rows), format="gpqa")
     for row in read:
@@ -81,8 +81,6 @@ def test_choices_are_shuffled_by_the_seed_and_the_question_alone(tmp_path, suffi
     assert all(abs(count - 100) < 4 * 75**0.5 for count in Counter(row.answer for row in read).values())
     part = rows_of(written(tmp_path / f"part{suffix}", *rows[300:]), format="gpqa")
     assert [row.prompt for row in part] == [row.prompt for row in read[300:]]
-    other = rows_of(str(tmp_path / f"all{suffix}"), format="gpqa", choice_seed=1)
-    assert 200 < sum(one.answer != row.answer for one, row in zip(other, read, strict=True)) < 380
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.mesh import GenerationMesh
 from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device
+from tests.support.made import latent_decoder
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 128}
 FAMILIES = {
@@ -25,7 +26,7 @@ FAMILIES = {
     "qwen2": replace(TINY, model_type="qwen2", qk_norm=False, attention_bias=True),
     "qwen3": TINY,
     "qwen3_moe": decoder_config(MakeConfig(model_type="qwen3_moe", first_k_dense_replace=1, **SIZES)),
-    "deepseek_v3": decoder_config(MakeConfig(model_type="deepseek_v3", v_head_dim=6, q_lora_rank=8, **SIZES)),
+    "deepseek_v3": latent_decoder(value_size=6, query_rank=8, **SIZES),
 }
 # Log-probs of these large weights in chunks or steps of other sizes: 1e-5 on some processors, 5e-7 on others.
 ROUNDING = {"atol": 5e-5, "rtol": 0}

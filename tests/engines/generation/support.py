@@ -13,6 +13,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.support.chosen_device import chosen_device, chosen_kind
+from tests.support.tuned import TunedRollout
 
 TINY = DecoderConfig(
     model_type="qwen3",
@@ -36,7 +37,7 @@ def small_rollout(**settings: Any) -> RolloutConfig:
     """Small blocks, and a small cache where it is allocated whole: a test has several engines awake."""
     if chosen_kind() != "cpu":
         settings = {"kv_cache_gib": 2**-8, **settings}
-    return RolloutConfig(**{"block_size": 4, **settings})
+    return TunedRollout(**{"block_size": 4, **settings})
 
 
 def make_engine(rollout: RolloutConfig, config: DecoderConfig = TINY, decode: Decode | None = None) -> NativeEngine:

@@ -15,10 +15,11 @@ from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import request, run, small_rollout
 from tests.support.chosen_device import chosen_device
+from tests.support.made import latent_decoder
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 128}
 SPARSE = decoder_config(MakeConfig(model_type="qwen3_moe", first_k_dense_replace=1, **SIZES))
-LATENT = decoder_config(MakeConfig(model_type="deepseek_v3", v_head_dim=6, q_lora_rank=8, **SIZES))
+LATENT = latent_decoder(value_size=6, query_rank=8, **SIZES)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 every_family = pytest.mark.parametrize("config", [SPARSE, LATENT], ids=["qwen3_moe", "deepseek_v3"])
 

@@ -28,6 +28,7 @@ from tests.engines.generation.schedules import (
     weights_of,
 )
 from tests.engines.generation.support import prompt_of, request, run
+from tests.support.tuned import TunedRollout
 
 pytestmark = pytest.mark.cpu_only(reason="the graphs that are recorded here are a CPU's")
 
@@ -66,12 +67,12 @@ def assert_same(found: dict[int, Response], expected: dict[int, Response]) -> No
 
 def answers_of(requests: Sequence[Request]) -> list[dict[int, Response]]:
     """Without graphs and with them."""
-    return [run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (False, True)]
+    return [run(filled(engine_of(TunedRollout(block_size=4), graphs=graphs)), requests) for graphs in (False, True)]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_no_step_draws_an_id_without_a_token(graphs: bool) -> None:
-    rollout = RolloutConfig(block_size=4, cuda_graphs=graphs, pack_weights=False)
+    rollout = TunedRollout(block_size=4, cuda_graphs=graphs, pack_weights=False)
     barred = tuple(range(6, QWEN.vocab_size, 2))
     engine = filled(NativeEngine(QWEN, rollout, torch.device("cpu"), torch.float32, ids_without_token=barred))
     for sampling in (SAMPLED, GREEDY):
@@ -96,7 +97,7 @@ def test_every_schedule(how: str, sampling: SamplingParams, captures: list[Recor
 
 @pytest.mark.parametrize("family", [name for name, config in FAMILIES.items() if config.moe is None])
 def test_every_dense_family(family: str) -> None:
-    rollout = RolloutConfig(block_size=4)
+    rollout = TunedRollout(block_size=4)
     expected, found = (
         run(filled(engine_of(rollout, FAMILIES[family], graphs=graphs)), requests_with(SAMPLED))
         for graphs in (False, True)
@@ -107,23 +108,19 @@ def test_every_dense_family(family: str) -> None:
 def test_rows_leave_through_every_padded_size() -> None:
     lengths = range(1, 40)
     requests = [request(prompt_of(3 + n % 5), [n], SamplingParams(temperature=0.7, max_tokens=n)) for n in lengths]
-    expected, found = (
-        run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (0, 1)
-    )
+    expected, found = (run(filled(engine_of(TunedRollout(block_size=4), graphs=graphs)), requests) for graphs in (0, 1))
     assert_same(found, expected)
 
 
 def test_rows_of_different_sampling_and_filters() -> None:
     kinds = [SAMPLED, GREEDY, replace(SAMPLED, top_p=0.7, top_k=9), replace(SAMPLED, temperature=1.5, min_p=0.05)]
     requests = [request(prompt_of(4 + n), [n], kinds[n % 4]) for n in range(11)]
-    expected, found = (
-        run(filled(engine_of(RolloutConfig(block_size=4), graphs=graphs)), requests) for graphs in (0, 1)
-    )
+    expected, found = (run(filled(engine_of(TunedRollout(block_size=4), graphs=graphs)), requests) for graphs in (0, 1))
     assert_same(found, expected)
 
 
 def test_weights_that_move_are_captured_anew(captures: list[RecordingCapture]) -> None:
-    plain_engine, engine = (engine_of(RolloutConfig(block_size=4), graphs=graphs) for graphs in (False, True))
+    plain_engine, engine = (engine_of(TunedRollout(block_size=4), graphs=graphs) for graphs in (False, True))
     answers = []
     for scale in (1.0, -1.0, 0.5):
         expected, found = (run(filled(which, scale), requests_with(SAMPLED)) for which in (plain_engine, engine))
@@ -136,7 +133,7 @@ def test_weights_that_move_are_captured_anew(captures: list[RecordingCapture]) -
 
 def test_weights_filled_again_while_rows_run_are_used() -> None:
     def answered(graphs: bool) -> dict[int, Response]:
-        engine = filled(engine_of(RolloutConfig(block_size=4), graphs=graphs))
+        engine = filled(engine_of(TunedRollout(block_size=4), graphs=graphs))
         engine.submit(requests_with(GREEDY))
         # A step that the host hasn't read was run with the old weights.
         responses = engine.step() + engine.step() + (engine.step() if graphs else [])
@@ -153,7 +150,7 @@ def test_weights_filled_again_while_rows_run_are_used() -> None:
 
 
 def test_the_largest_step_is_captured_first(captures: list[RecordingCapture], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sizes = filled(engine_of(RolloutConfig(block_size=4, max_running_rows=20, kv_cache_gib=1e-3))), []
+    engine, sizes = filled(engine_of(TunedRollout(block_size=4, max_running_rows=20, kv_cache_gib=1e-3))), []
     inner = engine._pipeline._graphs._run
     monkeypatch.setattr(engine._pipeline._graphs, "_run", lambda shape: (sizes.append(shape.num_rows), inner(shape)))
     # The first step starts no more than a prompt of 30 tokens.
@@ -164,7 +161,7 @@ def test_the_largest_step_is_captured_first(captures: list[RecordingCapture], mo
 
 
 def test_padding_reaches_no_row() -> None:
-    engines = [filled(engine_of(RolloutConfig(block_size=4))) for _ in range(2)]
+    engines = [filled(engine_of(TunedRollout(block_size=4))) for _ in range(2)]
     requests = [request(prompt_of(7), [0, 1, 2, 3, 4], SAMPLED)]
     for engine, value in zip(engines, (0.0, 7.0), strict=True):
         for store in engine._cache._stores:
@@ -173,7 +170,7 @@ def test_padding_reaches_no_row() -> None:
     assert first == second
     # Of the 8 rows of a step, 3 wrote into the scratch block, and nowhere else.
     alone = [
-        run(filled(engine_of(RolloutConfig(block_size=4))), [request(prompt_of(7), [n], SAMPLED)])[n] for n in range(5)
+        run(filled(engine_of(TunedRollout(block_size=4))), [request(prompt_of(7), [n], SAMPLED)])[n] for n in range(5)
     ]
     assert [response.token_ids for response in alone] == [first[n].token_ids for n in range(5)]
 
@@ -190,8 +187,8 @@ def continued(requests: Sequence[Request], responses: Sequence[Response]) -> lis
 
 def test_aborted_rows_go_on_as_if_they_had_never_stopped() -> None:
     requests = requests_with(SAMPLED)
-    expected = run(filled(engine_of(RolloutConfig(block_size=4), graphs=False)), requests)
-    engine, found = filled(engine_of(RolloutConfig(block_size=4))), {}
+    expected = run(filled(engine_of(TunedRollout(block_size=4), graphs=False)), requests)
+    engine, found = filled(engine_of(TunedRollout(block_size=4))), {}
     while requests:
         engine.submit(requests)
         responses = engine.step() + engine.step() + engine.step() + engine.abort()
@@ -201,7 +198,7 @@ def test_aborted_rows_go_on_as_if_they_had_never_stopped() -> None:
 
 
 def test_weights_that_are_not_finite_stop_the_generation() -> None:
-    engine = filled(engine_of(RolloutConfig(block_size=4)))
+    engine = filled(engine_of(TunedRollout(block_size=4)))
     engine.submit([request(prompt_of(5), [0], GREEDY)])
     engine.step()
     engine.wake_weights()["model.norm.weight"].fill_(float("nan"))
@@ -214,7 +211,7 @@ def test_weights_that_are_not_finite_stop_the_generation() -> None:
 
 
 def test_graphs_are_in_the_memory_held_and_end_with_the_engine() -> None:
-    engine = filled(engine_of(RolloutConfig(block_size=4)))
+    engine = filled(engine_of(TunedRollout(block_size=4)))
     assert engine.memory_bytes()["decode_graphs"] == 0
     run(engine, requests_with(GREEDY))
     assert engine.memory_bytes()["decode_graphs"] > 1000
@@ -232,7 +229,7 @@ def test_padded_sizes() -> None:
 def test_what_cannot_be_captured_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(words: str, config: DecoderConfig = QWEN) -> None:
         with pytest.raises(ValueError, match=f"rollout.cuda_graphs is true, but .*{words}.*; set it to null"):
-            engine_of(RolloutConfig(block_size=4), config)
+            engine_of(TunedRollout(block_size=4), config)
         left_out = NativeEngine(config, RolloutConfig(), torch.device("cpu"), torch.float32)
         assert left_out._pipeline is None
 
@@ -249,14 +246,14 @@ def test_a_capture_that_fails_has_a_way_out(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(RecordingCapture, "capture", capture)
     with pytest.raises(RuntimeError, match="of 4 rows couldn't be captured.*set rollout.cuda_graphs to false"):
-        run(filled(engine_of(RolloutConfig(block_size=4))), [request(prompt_of(5), [0], GREEDY)])
+        run(filled(engine_of(TunedRollout(block_size=4))), [request(prompt_of(5), [0], GREEDY)])
 
 
 def test_longer_tables_are_made_room_for_while_rows_run() -> None:
     longer = replace(SAMPLED, max_tokens=100)
 
     def answered(graphs: bool) -> dict[int, Response]:
-        engine = filled(engine_of(RolloutConfig(block_size=4), graphs=graphs))
+        engine = filled(engine_of(TunedRollout(block_size=4), graphs=graphs))
         engine.submit([request(prompt_of(20), [0, 1], SAMPLED)])
         responses = engine.step() + engine.step()
         engine.submit([request(prompt_of(6), [2, 3], longer)])
@@ -271,7 +268,7 @@ def test_longer_tables_are_made_room_for_while_rows_run() -> None:
 def test_a_row_may_end_with_the_token_that_is_on_its_way_when_blocks_run_out() -> None:
     block_bytes = 2 * QWEN.num_layers * 4 * QWEN.num_kv_heads * QWEN.head_size * 4
     # Eight blocks: the older row takes seven in the end, and the newer one two or three meanwhile.
-    rollout = RolloutConfig(block_size=4, kv_cache_gib=9 * block_bytes / 2**30)
+    rollout = TunedRollout(block_size=4, kv_cache_gib=9 * block_bytes / 2**30)
     older, newer = replace(SAMPLED, max_tokens=20, stop_token_ids=()), replace(SAMPLED, stop_token_ids=())
     for num_tokens in range(2, 12):
         requests = [

@@ -7,6 +7,7 @@ from spmdrl.engines.generation.native.cache.scheduler import Scheduler
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
 from spmdrl.engines.generation.protocol import PartialResponse, Request
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from tests.support.tuned import TunedRollout
 
 STOP = 9
 
@@ -22,7 +23,7 @@ def scheduler_of(pool: BlockPool, block_size: int, slots: int, prefill: int = 10
 
 
 def limits(block_size: int, slots: int, prefill: int) -> RolloutConfig:
-    return RolloutConfig(block_size=block_size, max_running_rows=slots, max_prefill_tokens=prefill)
+    return TunedRollout(block_size=block_size, max_running_rows=slots, max_prefill_tokens=prefill)
 
 
 def give_token(scheduler: Scheduler, row: Row, token: int) -> bool:

@@ -21,12 +21,13 @@ from spmdrl.nouns.partition import TOKENS, RowCost
 from spmdrl.nouns.roles import Rating
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.model_sizes import MoeConfig
-from spmdrl.nouns.settings.training_config import OptimConfig, RoutingConfig, TrainingConfig
+from spmdrl.nouns.settings.training_config import OptimConfig, RoutingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.training.tiny import CONFIG, LATENT, relative_difference, weighted_nll
 from tests.support.ranks import run_ranks
+from tests.support.tuned import TunedTraining
 
 DENSE = replace(CONFIG, intermediate_size=16)
 SPARSE = replace(DENSE, model_type="qwen3_moe", moe=MoeConfig(4, 2, 16, normalize=True, dense_layers=(0,)))
@@ -86,7 +87,7 @@ def engine_of(
 ) -> TrainingEngine:
     """Collective over the layout's ranks."""
     mesh = build_update_mesh(layout, world.device, world.rank)
-    training = TrainingConfig(max_tokens_per_microbatch=max_tokens, share_prompts=shares, **options)
+    training = TunedTraining(max_tokens_per_microbatch=max_tokens, share_prompts=shares, **options)
     engine = TrainingEngine(
         config, training, OptimConfig(), mesh, world.device, compute_dtype=torch.float32, rating=rating
     )

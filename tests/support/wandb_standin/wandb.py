@@ -36,11 +36,11 @@ class Run:
 
 
 def init(
-    *, project: str, name: str, group: str | None, tags: Sequence[str], config: dict[str, Any], dir: str, id: str,
+    *, project: str, name: str, config: dict[str, Any], dir: str, id: str,
     resume: str,
 ) -> Run:  # fmt: skip
     assert os.path.isdir(dir) and resume in ("allow", "must", "never", "auto")
-    _write({"init": {"project": project, "name": name, "group": group, "tags": list(tags), "config": config, "id": id}})
+    _write({"init": {"project": project, "name": name, "config": config, "id": id}})
     return Run()
 
 

@@ -68,7 +68,5 @@ class Ppo(Clipped):
 
     def advantages(self, inputs: CreditInputs) -> Tensor:
         advantages_R = inputs.columns.values("returns") - inputs.columns.values("values")
-        if not self.config.whiten:
-            return advantages_R
         copies_R = inputs.columns.dense("copies").repeat_interleave(inputs.lengths_B) if self.draws_rows else None
         return whitened(advantages_R, self.config.std, copies=copies_R)

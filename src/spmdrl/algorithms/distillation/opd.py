@@ -1,6 +1,6 @@
 """On-policy distillation: the sampled reverse KL to a teacher as the advantage (Lu and others 2025).
 
-A_t = teacher_coef (log p_teacher - log p_generator) + reward_coef (R - mean of the group) / standard deviation
+A_t = log p_teacher - log p_generator + reward_coef (R - mean of the group) / standard deviation
 L = -min(r A, clip(r, 1 - low, 1 + high) A)
 
 "On-Policy Distillation", Thinking Machines Lab, October 2025; the divergence is that of MiniLLM (arXiv:2306.08543) and
@@ -23,7 +23,7 @@ from spmdrl.nouns.batch import CreditInputs
 
 @dataclass(frozen=True)
 class Opd(GroupRelative, Clipped):
-    """A_t = teacher_coef (log p_teacher - log p_generator) + reward_coef (R - mean) / standard deviation."""
+    """A_t = log p_teacher - log p_generator + reward_coef (R - mean) / standard deviation."""
 
     config: OpdConfig
 
@@ -42,7 +42,7 @@ class Opd(GroupRelative, Clipped):
         advantages = super().advantages(inputs)
         if len(advantages) == len(inputs.rewards_B):
             advantages = advantages.repeat_interleave(inputs.lengths_B)
-        return advantages - self.config.teacher_coef * _distance(inputs)
+        return advantages - _distance(inputs)
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
         if self.config.reward_coef == 0:

@@ -32,9 +32,6 @@ class Dppo(GroupRelative):
         columns = super().columns_for_loss(num_updates)
         return columns | {"rollout_logprobs"} if self.config.anchor == "rollout" else columns
 
-    def needs_signal(self) -> bool:
-        return super().needs_signal() and self.config.squared_ratio_coef == 0
-
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
         config, advantages_R = self.config, terms.columns["advantages"]
         anchor_R = terms.columns["rollout_logprobs"] if config.anchor == "rollout" else old_logprobs_R
@@ -45,8 +42,6 @@ class Dppo(GroupRelative):
         high_R = (advantages_R > 0) & (moved_R > 0) & (divergence_R > high)
         weight_R = bounded_exp(moved_R).clamp(max=config.is_max).masked_fill(low_R | high_R, 0.0)
         loss_R = -weight_R * advantages_R * terms.logprobs_R
-        if config.squared_ratio_coef > 0:
-            loss_R = loss_R + config.squared_ratio_coef * log_ratio_R.square()
         metrics = {"clip_ratio/low_mean": low_R, "clip_ratio/high_mean": high_R, BOUNDED: is_beyond_bound(moved_R)}
         return TokenLoss(loss_R, {name: tokens_R.to(loss_R) for name, tokens_R in metrics.items()})
 

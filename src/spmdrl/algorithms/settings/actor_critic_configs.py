@@ -25,8 +25,6 @@ class ActorCriticConfig(ClippedConfig):
     kl_gain: Annotated[float, Interval(gt=0, le=1)] = 0.1
     """the most that kl_coef changes in a step is a fifth of this, as a share; verl's and TRL's horizon h is a gain of
     responses per step / h"""
-    whiten: bool = True
-    """whether advantages get mean 0 and standard deviation 1 over all tokens of the batch"""
     std: Deviation = "unbiased"
     """the standard deviation of n values divides by n - 1 (unbiased; verl) or n (biased; OpenRLHF)"""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 
 from spmdrl.algorithms.settings.algo_config import AlgoConfig, ClippedConfig, GroupRelativeConfig
 
@@ -19,8 +19,6 @@ class OpdConfig(GroupRelativeConfig, ClippedConfig):
     kl_in: Literal["loss", "advantage"] = "loss"
     """the KL term to the reference model; loss: it is added to each token's loss; advantage: its sum over a token and
     all later ones is subtracted from the token's advantage"""
-    teacher_coef: Annotated[float, Gt(0)] = 1.0
-    """weight of the distance to the teacher in the advantage"""
     reward_coef: Annotated[float, Ge(0)] = 0.0
     """weight of the group-relative advantage of the reward, which is added to that of the teacher; 0: the teacher
     alone, and rewards are only reported"""

@@ -169,12 +169,9 @@ class DppoConfig(GroupRelativeConfig):
     divergence: Literal["tv", "kl"] = "tv"
     """between the policies, each taken as the token or any other; tv: total variation; kl: of the anchor from the
     policy"""
-    divergence_low: Annotated[float, Gt(0)] | None = None
-    """the bound where the advantage is negative and the token has become less likely; null: the paper's 0.15 for tv,
-    0.05 for kl"""
-    divergence_high: Annotated[float, Gt(0)] | None = None
-    """the bound where the advantage is positive and the token has become more likely; null: the paper's 0.15 for tv,
-    0.05 for kl"""
+    divergence_bounds: tuple[Annotated[float, Gt(0)], Annotated[float, Gt(0)]] | None = None
+    """the bounds where the advantage is negative and the token has become less likely, and where it is positive and the
+    token has become more likely; null: the paper's 0.15 for tv, 0.05 for kl"""
     is_max: Annotated[float, Gt(1)] = 20.0
     """upper bound of a token's importance weight, a ratio"""
     anchor: Literal["rollout", "old"] = "rollout"
@@ -183,8 +180,6 @@ class DppoConfig(GroupRelativeConfig):
     scale_rewards: Literal["group", "batch", "none"] = "none"
     """rewards minus their group's mean aren't divided; group, batch: by the standard deviation of the group or of the
     batch, as GRPO does"""
-    squared_ratio_coef: Annotated[float, Ge(0)] = 0.0
-    """weight of the squared log-ratio to the anchor in each token's loss; prime-rl has 1e-3"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,9 +192,7 @@ class DppoConfig(GroupRelativeConfig):
     @property
     def bounds(self) -> tuple[float, float]:
         """The lower and the upper bound."""
-        default = 0.15 if self.divergence == "tv" else 0.05
-        low = default if self.divergence_low is None else self.divergence_low
-        return low, default if self.divergence_high is None else self.divergence_high
+        return self.divergence_bounds or ((0.15, 0.15) if self.divergence == "tv" else (0.05, 0.05))
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _checked_columns(values: dict[str, Any], form: str, config: DataConfig, need
     if form == "auto":
         found = find_columns(values, config.prompt_key, config.answer_key)
     else:
-        found = published_columns(form, values, choice_seed=config.choice_seed)
+        found = published_columns(form, values)
     if needs.pair:
         found = find_pair(values, found, needs.margin_key, is_prompt_named=config.prompt_key is not None)
     if found.prompt.key is None:

@@ -53,7 +53,7 @@ FORMATS: Mapping[str, PublishedFormat] = {
 }  # fmt: skip
 
 
-def published_columns(name: str, values: Mapping[str, Any], *, choice_seed: int) -> FoundColumns:
+def published_columns(name: str, values: Mapping[str, Any]) -> FoundColumns:
     """The parts of a row of a benchmark, with the prompt that its template makes.
 
     Raises Flaw for other columns than the benchmark has, and for a question that has no single right choice.
@@ -73,7 +73,7 @@ def published_columns(name: str, values: Mapping[str, Any], *, choice_seed: int)
         right, others = _text(answer), [_text(column) for column in wrong]
         if right in others:
             raise Flaw("two_right", f"'{answer.key}' is also a wrong choice, so that two letters would be right")
-        choices = _shuffled([right, *others], f"{choice_seed}:{parts['question']}")
+        choices = _shuffled([right, *others], f"0:{parts['question']}")
         parts |= dict(zip(_LETTERS, choices, strict=True))
         answer = Column(answer.key, _LETTERS[choices.index(right)])
     return FoundColumns(Column(question.key, form.template.format(**parts)), answer, completion)

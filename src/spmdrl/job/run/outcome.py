@@ -117,7 +117,7 @@ def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> Tracked
     if folder.name == WARM_START:
         name = f"{folder.parent.name} {WARM_START}"
     settings = yaml.safe_load(resolved_config)
-    return TrackedRun(name, log.project, log.group, log.tags, settings if isinstance(settings, dict) else {})
+    return TrackedRun(name, log.project, settings if isinstance(settings, dict) else {})
 
 
 def model_card(checked: CheckedRun, step: int) -> str:

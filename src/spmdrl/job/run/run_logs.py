@@ -20,6 +20,9 @@ from spmdrl.resources.collectives import gather_and_agree, gather_bytes
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.main_thread import work_sampler
 
+# Steps between those that trackers get samples of, beginning with the first.
+_SAMPLES_INTERVAL = 10
+
 
 class RunLogs:
     """Each rank's recorder and timeline; on the main rank also the console, the logs and summary.json."""
@@ -42,7 +45,6 @@ class RunLogs:
         """the main rank's notice with the newest step; the same on every rank"""
         self.timeline = Timeline(timeline_file(folder, world.rank), world.rank, shown=console.stage)
         self.timeline.truncate_after(last_step)
-        self._samples_interval = config.samples_interval
         self._health = HealthWatch()
         self._slow_ranks = SlowRanks()
         self._metrics: MetricsLog | None = None
@@ -110,11 +112,11 @@ class RunLogs:
         }
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Write some samples of a step on the main rank; services get those of every `log.samples_interval` steps."""
+        """Write some samples of a step on the main rank; services get those of every tenth step."""
         if self._samples is None or self._metrics is None:
             return
         self._samples.write(samples)
-        if samples and self._samples_interval and (step - 1) % self._samples_interval == 0:
+        if samples and (step - 1) % _SAMPLES_INTERVAL == 0:
             self._metrics.write_samples(step, samples)
 
     def add_to_summary(self, what: str, **fields: object) -> None:

@@ -11,14 +11,12 @@ import torch
 from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
-from spmdrl.engines.models.kernels.invariant import LARGEST_BLOCK
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.routing.routers import check_routing
 from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 # Their backward passes come in two halves, each of which would run every layer again.
@@ -115,7 +113,6 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "model.dtype": (config.model.dtype, "float32"),
         "rollout.engine": (config.rollout.engine, "native"),
         "lora.merge": (str(config.lora is not None and config.lora.merge).lower(), "false"),
-        "rollout.block_size": (config.rollout.block_size, _allowed_block_size(config.rollout.block_size)),
         "resources.update.tensor": (layout.tensor, 1),
         "resources.update.context": (layout.context, 1),
         "resources.update.expert": (layout.expert, 1),
@@ -131,11 +128,6 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
             f"debug.batch_invariant is true, but {values}: sums over ranks or other blocks, other dtypes and other "
             f"engines round otherwise; set {way_out}, or debug.batch_invariant to false"
         )
-
-
-def _allowed_block_size(block_size: int) -> int:
-    """The block size itself where padded tables of such blocks hold the numbers of keys that training has."""
-    return block_size if LARGEST_BLOCK % block_size == 0 else RolloutConfig.block_size
 
 
 def decoder_at_hand(config: Config) -> DecoderConfig | None:

@@ -152,8 +152,6 @@ class DataConfig:
     format: FormatName = "auto"
     """auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k, math500, aime and gpqa:
     that benchmark's columns, and a prompt that asks for the answer in a form which rewards read"""
-    choice_seed: Annotated[int, Ge(0)] = 0
-    """decides in which order a question's choices are (gpqa)"""
     prompt_key: str | None = None
     """column that holds the prompt, with dots for nested ones; null: the first of prompt, question, problem, messages,
     instruction (with input) and input"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -11,6 +11,11 @@ from annotated_types import Ge, Gt
 @dataclass(frozen=True)
 class DockConfig:
     """How the transfer dock places rows, and how it waits."""
+
+    # Parts of a step's responses that models score one after another where rows wait for an environment: of each
+    # replica shares of its rows in the order in which they ended, the later ones smaller; where replicas keep responses
+    # for a later step, its groups in the order in which they are whole.
+    portions: ClassVar[int] = 16
 
     timeout_seconds: Annotated[float, Gt(0)] = 120.0
     """longest that one request to a warehouse may take before the job ends with an error"""
@@ -20,10 +25,6 @@ class DockConfig:
     balance: Literal["cost", "rows"] = "cost"
     """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
     expected of their prompts' earlier responses; rows: their numbers, for comparison"""
-    portions: Annotated[int, Ge(1)] = 16
-    """parts of a step's responses that models score one after another where rows wait for an environment: of each
-    replica equal shares of its rows in the order in which they ended, the later ones smaller; where replicas keep
-    responses for a later step, its groups in the order in which they are whole"""
     fuse: bool = True
     """whether rewards are waited for behind all that models score, and portions are scored while other rows wait for
     the environment, where all weights fit beside generation; false: one state after the other, to the same bits"""

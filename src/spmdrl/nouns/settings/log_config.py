@@ -19,14 +19,8 @@ class LogConfig:
     samples_per_step: Annotated[int, Ge(0)] | None = None
     """rows per step written to samples.jsonl, which the report shows: those of one prompt first, then others; 0: none;
     null: all responses to one prompt and 4 others"""
-    samples_interval: Annotated[int, Ge(0)] = 10
-    """steps between the samples sent to tensorboard and wandb, beginning with the first step's; 0: none"""
     project: str = "spmdrl"
-    """the run's project in W&B"""
-    group: str | None = None
-    """the run's group in W&B, such as the runs of one sweep; null: none"""
-    tags: tuple[str, ...] = ()
-    """the run's tags in W&B"""
+    """the run's project in W&B, which takes group and tags from WANDB_RUN_GROUP and WANDB_TAGS"""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.backends if name not in BACKENDS]

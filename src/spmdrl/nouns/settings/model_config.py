@@ -12,15 +12,6 @@ from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 PRINTABLE_CHARS = "".join(map(chr, range(32, 127))) + "\n"
 _SPARSE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace")
-_DEEPSEEK_SIZES = (
-    "n_shared_experts",
-    "n_group",
-    "topk_group",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
 
 
 @dataclass(frozen=True)
@@ -57,24 +48,9 @@ class MakeConfig:
     """width of one expert; null: intermediate_size / num_experts_per_tok"""
     first_k_dense_replace: Annotated[int, Ge(0)] | None = None
     """number of first layers that are dense; null: 0 in qwen3_moe, 1 in deepseek_v3"""
-    n_shared_experts: Annotated[int, Ge(1)] | None = None
-    """experts that every token goes through, in deepseek_v3; null: 1"""
-    n_group: Annotated[int, Ge(1)] | None = None
-    """groups of experts, in deepseek_v3; null: 1"""
-    topk_group: Annotated[int, Ge(1)] | None = None
-    """groups whose experts each token may be routed to, in deepseek_v3; null: all"""
-    q_lora_rank: Annotated[int, Ge(1)] | None = None
-    """size of the latent vector that queries are computed from, in deepseek_v3; null: queries have none"""
-    kv_lora_rank: Annotated[int, Ge(1)] | None = None
-    """size of the latent vector that keys and values are computed from, in deepseek_v3; null: hidden_size / 2"""
-    qk_rope_head_dim: Annotated[int, Ge(1)] | None = None
-    """size of the rotated part of each query and key, in deepseek_v3; null: half of hidden_size /
-    num_attention_heads, made even"""
-    v_head_dim: Annotated[int, Ge(1)] | None = None
-    """size of a value per head, in deepseek_v3; null: hidden_size / num_attention_heads"""
 
     def __post_init__(self) -> None:
-        self._refuse_sizes_of_other_families()
+        self._refuse_sizes_of_sparse_layers()
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"model.make.hidden_size {self.hidden_size} must be a multiple of 2 x model.make.num_attention_heads = "
@@ -110,7 +86,6 @@ class MakeConfig:
             return None
         is_deepseek = self.model_type == "deepseek_v3"
         experts_per_token = self.num_experts_per_tok or 2
-        num_groups = self.n_group or 1
         num_dense = int(is_deepseek) if self.first_k_dense_replace is None else self.first_k_dense_replace
         return MoeConfig(
             num_experts=self.num_experts or 8,
@@ -118,9 +93,7 @@ class MakeConfig:
             intermediate_size=self.moe_intermediate_size or max(1, self.intermediate_size // experts_per_token),
             scoring="sigmoid" if is_deepseek else "softmax",
             normalize=True,
-            num_groups=num_groups,
-            groups_per_token=self.topk_group or num_groups,
-            num_shared_experts=(self.n_shared_experts or 1) if is_deepseek else 0,
+            num_shared_experts=int(is_deepseek),
             dense_layers=tuple(range(num_dense)),
         )
 
@@ -130,21 +103,20 @@ class MakeConfig:
         if self.model_type != "deepseek_v3":
             return None
         return LatentConfig(
-            query_rank=self.q_lora_rank,
-            key_value_rank=self.kv_lora_rank or max(1, self.hidden_size // 2),
+            query_rank=None,
+            key_value_rank=max(1, self.hidden_size // 2),
             plain_size=self.head_size,
-            rotary_size=self.qk_rope_head_dim or max(2, self.head_size // 4 * 2),
-            value_size=self.v_head_dim or self.head_size,
+            rotary_size=max(2, self.head_size // 4 * 2),
+            value_size=self.head_size,
         )
 
-    def _refuse_sizes_of_other_families(self) -> None:
-        foreign = {"qwen3": _SPARSE_SIZES + _DEEPSEEK_SIZES, "qwen3_moe": _DEEPSEEK_SIZES}.get(self.model_type, ())
-        for name in foreign:
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"model.make.{name} is {getattr(self, name)}, but a {self.model_type} has no such size; remove it "
-                    f"or set model.make.model_type to {'deepseek_v3' if name in _DEEPSEEK_SIZES else 'qwen3_moe'}"
-                )
+    def _refuse_sizes_of_sparse_layers(self) -> None:
+        name = next((name for name in _SPARSE_SIZES if getattr(self, name) is not None), None)
+        if self.model_type == "qwen3" and name is not None:
+            raise ValueError(
+                f"model.make.{name} is {getattr(self, name)}, but a qwen3 has no such size; remove it or set "
+                "model.make.model_type to qwen3_moe"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
@@ -32,6 +32,12 @@ class SamplingParams:
 @dataclass(frozen=True)
 class RolloutConfig:
     """The rollouts of one step, and the engine that makes them."""
+
+    # Constants of the native engine: prompt tokens that run in one step beside decoding (longer prompts take several
+    # steps), tokens per KV block, and a copy of linear layers, on CPUs, in a layout that is faster to read.
+    max_prefill_tokens: ClassVar[int] = 8192
+    block_size: ClassVar[int] = 32
+    pack_weights: ClassVar[bool] = True
 
     prompts_per_step: Annotated[int, Ge(1)] = 32
     """prompts per step; a step's samples are this times num_generations"""
@@ -68,13 +74,6 @@ class RolloutConfig:
     """extra arguments of vLLM's constructor"""
     max_running_rows: Annotated[int, Ge(1)] = 256
     """rows decoded at once on a rank"""
-    max_prefill_tokens: Annotated[int, Ge(1)] = 8192
-    """prompt tokens that the native engine runs in one step beside decoding; longer prompts take several steps"""
-    block_size: Annotated[int, Ge(1)] = 32
-    """tokens per KV block of the native engine"""
-    pack_weights: bool = True
-    """whether the native engine, on a CPU, copies the weights of linear layers into a layout that is faster to read;
-    costs memory where one process trains and generates in the same dtype, which otherwise needs no copy"""
     cuda_graphs: bool | None = None
     """whether decoding steps are captured as CUDA graphs, and started before the host has read the tokens of the one
     before; null: where that is possible. true is refused where it isn't: the native engine needs CUDA, a dense model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Interval
 
@@ -57,6 +57,11 @@ Recompute = Literal["none", "full"]
 class TrainingConfig:
     """How long to train, and how a batch is cut up."""
 
+    # Rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
+    # response is more than four times as long; equal responses too, and in dense models no token behind which nothing
+    # is rated. Gradients, and log-probs on accelerators, differ by rounding from those without.
+    share_prompts: ClassVar[bool] = True
+
     max_steps: Annotated[int, Ge(1)] = 100
     """steps of the whole run; each takes new prompts"""
     updates_per_step: Annotated[int, Ge(1)] = 1
@@ -75,10 +80,6 @@ class TrainingConfig:
     """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 2048"""
     max_skipped_in_a_row: Annotated[int, Ge(1)] | None = 10
     """skipped updates in a row, as loss or gradient isn't finite, after which the run ends; null: none are too many"""
-    share_prompts: bool = True
-    """rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
-    response is more than four times as long; equal responses too, and in dense models no token behind which nothing is
-    rated; gradients, and log-probs on accelerators, differ by rounding; of no effect on a context axis of kind ring"""
 
     @property
     def num_updates(self) -> int:

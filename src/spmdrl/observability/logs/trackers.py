@@ -21,8 +21,6 @@ class TrackedRun:
 
     name: str
     project: str = "spmdrl"
-    group: str | None = None
-    tags: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     """the resolved configuration"""
 
@@ -43,7 +41,7 @@ class TensorBoardBackend:
         self._folder = folder
         self._module = import_backend("tensorboard", "torch.utils.tensorboard")
         self._writer = self._module.SummaryWriter(str(folder))
-        labels = {"name": run.name, "project": run.project, "group": run.group, "tags": list(run.tags)}
+        labels = {"name": run.name, "project": run.project}
         self._writer.add_text("run", _verbatim(to_json(labels, indent=2)), 0)
         self._writer.add_text("config", _verbatim(to_json(dict(run.config), indent=2)), 0)
 
@@ -75,7 +73,7 @@ class WandbBackend:
         if not name_of_run.is_file():
             name_of_run.write_text(secrets.token_hex(4))
         self._run = self._wandb.init(
-            project=run.project, name=run.name, group=run.group, tags=list(run.tags), config=dict(run.config),
+            project=run.project, name=run.name, config=dict(run.config),
             dir=str(run_dir), id=name_of_run.read_text().strip(), resume="allow",
         )  # fmt: skip
 

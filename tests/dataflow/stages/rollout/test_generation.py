@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
+from tests.support.tuned import TunedRollout
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation
@@ -21,7 +22,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.nouns.settings.model_sizes import MoeConfig
-from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
@@ -61,7 +62,7 @@ def put_together(world: World) -> tuple[list[int], int]:
     """How many responses the listener got at a time, and bytes put of a column, where all rows are equally long."""
     layout, device = GenerationLayout(), world.device.torch_device
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
-    engine = NativeEngine(TINY, RolloutConfig(block_size=4), device, torch.float32, mesh=mesh)
+    engine = NativeEngine(TINY, TunedRollout(block_size=4), device, torch.float32, mesh=mesh)
     engine.load_weights((name, RandomWeights(TINY, 0)(name)) for name in engine.weight_shapes())
     engine.wake_cache()
     ended = Ended()
@@ -89,7 +90,7 @@ def generate(world: World, config: DecoderConfig, layout: GenerationLayout) -> t
     """The samples as this rank sees them, the rows that its listener got, and the metrics of all ranks."""
     device = world.device.torch_device
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
-    engine = NativeEngine(config, RolloutConfig(block_size=4), device, torch.float32, mesh=mesh)
+    engine = NativeEngine(config, TunedRollout(block_size=4), device, torch.float32, mesh=mesh)
     weights = RandomWeights(config, 0)
     engine.load_weights((name, 4 * weights(name)) for name in engine.weight_shapes())
     engine.wake_cache()

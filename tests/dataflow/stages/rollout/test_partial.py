@@ -13,6 +13,7 @@ import torch
 from tests.dataflow.stages import noted
 from tests.engines.generation.support import TINY, prompt_of
 from tests.support.ranks import run_ranks
+from tests.support.tuned import TunedRollout
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation
@@ -32,7 +33,7 @@ from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.nouns.settings.reward_config import RewardConfig
-from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.layout import GenerationLayout
@@ -60,7 +61,7 @@ def prompt(serial: int) -> Prompt:
 
 def build_engine(world: World, config: DecoderConfig, mesh: GenerationMesh) -> NativeEngine:
     recorder = ChoiceRecorder() if config.moe is not None else None
-    rollout = RolloutConfig(block_size=4)
+    rollout = TunedRollout(block_size=4)
     engine = NativeEngine(
         config, rollout, world.device.torch_device, torch.float32, mesh=mesh, recorder=recorder
     )  # fmt: skip

@@ -150,7 +150,7 @@ def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.de
     if num_blocks < 2:
         raise ValueError(
             f"{source} leaves {budget_bytes} bytes for the KV cache, but 2 blocks take {2 * block_bytes}; raise it or "
-            "lower rollout.block_size"
+            "use fewer layers or smaller heads"
         )
     return num_blocks
 
