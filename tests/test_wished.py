@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.cli.command_line import VERBS
-from spmdrl.config.aliases import ALIASES
+from spmdrl.config.aliases import ALIASES, WISHED
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_names import KnownNames, spellings_of
 from spmdrl.config.key_schema import schema_keys
 from spmdrl.config.reader import ConfigError
-from spmdrl.config.wished import WISHED
 from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
 BASE = ["model.make={}", "data.train=synthetic://addition?count=10"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
-from spmdrl.config.given import Given, show
+import yaml
+
+from spmdrl.config.given import Given, inline, show
 from spmdrl.config.key_names import Alias, Convert, Settings
 
 
@@ -109,17 +112,6 @@ def _kl(given: Given, settings: Settings, *, place: str) -> dict[str, Any]:
     return {"algo.kl_coef": _number(given), "algo.kl_in": place}
 
 
-def _named(given: Given, settings: Settings, *, key: str, names: Mapping[str, Any], advice: str) -> dict[str, Any]:
-    """A choice under another name."""
-    if given.text not in names:
-        raise ValueError(f"is {show(given)}, but must be one of {', '.join(names)}; {advice}")
-    return {key: names[given.text]}
-
-
-def _switch(given: Given, settings: Settings, *, key: str, on: Any, off: Any) -> dict[str, Any]:
-    return {key: on if _typed(given, f"true or false; {key} may have other values", bool) else off}
-
-
 def _tis_cap(given: Given, settings: Settings) -> dict[str, Any]:
     cap = _number(given)
     # verl turns the correction off by -1; in SkyRL use_tis: false leaves the cap without effect.
@@ -128,7 +120,7 @@ def _tis_cap(given: Given, settings: Settings) -> dict[str, Any]:
     return {"algo.rollout_is_clip": cap, "algo.rollout_is": "tis"}
 
 
-def _interval(given: Given, settings: Settings, *, key: str = "checkpoint.interval") -> dict[str, Any]:
+def _interval(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
     value = _number(given)
     if isinstance(value, float):
         raise ValueError(f"is {given.text}, but {key} counts steps; set it to a whole number of them")
@@ -162,116 +154,53 @@ def _with_colon(spec: str) -> str:
     return f"{module}:{function}" if dot and ":" not in spec and "/" not in spec and function != "py" else spec
 
 
-_SWAP = partial(_switch, key="reshard.swap", on="always", off="never")
-_SWAPPED = "true: always, false: never; weights and optimizer state leave together"
-_LOSSES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
-_LOSS_ADVICE = "set algo.loss_agg; losses of pairs are for the verb preferences, or algo.loss_type of online_dpo"
-_KLS = {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "k1": "k1", "k2": "k2", "k3": "k3"}
-_RESUME_ADVICE = "to go on from a checkpoint, set resume to its folder or step"
-_SEVERAL = "refused where a step has several optimizer steps"
+def _kl_in_loss(given: Given, settings: Settings) -> dict[str, Any]:
+    return _kl(given, settings, place="loss")
 
-_Row: TypeAlias = "tuple[str, str, str] | tuple[str, str, str, str, Convert]"
-# Names with the trainers that they come from, the key, what it is there, what is set here besides, and the conversion.
-_ROWS: tuple[_Row, ...] = (
-    ("TRL:model_name_or_path prime-rl:model.name OpenRLHF:pretrain slime:hf_checkpoint", "model.path",
-     "a folder or hub name"),
-    ("TRL:bf16", "model.dtype", "whether to compute in bfloat16", "true: bfloat16, false: float32",
-     partial(_switch, key="model.dtype", on="bfloat16", off="float32")),
-    ("verl:train_files", "data.train", "a file or a list of them"),
-    ("TRL:dataset_name", "data.train", "a data set's name or path: a local file or folder; hub names aren't fetched"),
-    ("verl:val_files", "data.eval", "a file or a list of them"),
-    ("TRL,verl:max_prompt_length OpenRLHF:prompt_max_len", "data.max_prompt_length", "most tokens of a prompt"),
-    ("TRL:learning_rate verl,slime:lr OpenRLHF:actor_learning_rate", "optim.lr", "peak learning rate"),
-    ("verl:grad_clip TRL,NeMo-RL:max_grad_norm slime:clip_grad", "optim.max_grad_norm", "largest gradient norm"),
-    ("TRL,verl:weight_decay", "optim.weight_decay", "decoupled weight decay"),
-    ("TRL:warmup_steps verl:lr_warmup_steps", "optim.warmup_steps", "optimizer steps of the warm-up"),
-    ("TRL:num_generations verl:rollout.n prime-rl:group_size OpenRLHF,slime:n_samples_per_prompt "
-     "NeMo-RL:num_generations_per_prompt", "rollout.num_generations", "responses to one prompt"),
-    ("verl:data.train_batch_size SkyRL:trainer.train_batch_size NeMo-RL:num_prompts_per_step "
-     "OpenRLHF,slime:rollout_batch_size", "rollout.prompts_per_step", "prompts of a step"),
-    ("Megatron,slime:global_batch_size NeMo-RL:train_global_batch_size", "rollout.prompts_per_step",
-     "samples of one optimizer step", "samples x train.updates_per_step / rollout.num_generations; beside the prompts "
-     "of a step, train.updates_per_step", _samples),
-    ("OpenRLHF,SkyRL:train_batch_size", "rollout.prompts_per_step", "samples of one optimizer step; prompts of a step",
-     "as global_batch_size beside rollout_batch_size; alone it is refused", _samples_or_prompts),
-    ("verl:ppo_mini_batch_size", "train.updates_per_step", "prompts of one optimizer step",
-     "rollout.prompts_per_step / prompts", _prompts_of_update),
-    ("verl:max_response_length verl:data.max_response_length TRL:max_completion_length slime:rollout_max_response_len "
-     "NeMo-RL,transformers:max_new_tokens OpenRLHF:generate_max_len", "rollout.max_completion_length",
-     "most tokens of a response"),
-    ("TRL:temperature slime:rollout_temperature", "rollout.temperature", "sampling temperature"),
-    ("TRL:top_p slime:rollout_top_p", "rollout.top_p", "share of the probability that is sampled from"),
-    ("TRL:top_k", "rollout.top_k", "likeliest tokens that are sampled from"),
-    ("TRL:min_p", "rollout.min_p", "least share of the likeliest token's probability"),
-    ("TRL:vllm_gpu_memory_utilization vLLM:gpu_memory_utilization", "rollout.gpu_memory_utilization",
-     "share of the device's memory"),
-    ("OpenRLHF,vLLM:enforce_eager verl:rollout.enforce_eager", "rollout.cuda_graphs",
-     "whether decoding does without graphs", "true: false, false: null, which has graphs where they can be",
-     partial(_switch, key="rollout.cuda_graphs", on=False, off=None)),
-    ("TRL:beta", "algo.kl_coef", "weight of the KL term; DPO's beta", "algo.beta where algo.name is online_dpo", _beta),
-    ("verl,slime:kl_loss_coef NeMo-RL:reference_policy_kl_penalty", "algo.kl_coef", "weight of the KL term in the loss",
-     "and algo.kl_in=loss", partial(_kl, place="loss")),
-    ("slime,verl:kl_coef OpenRLHF:init_kl_coef", "algo.kl_coef", "weight of the KL term in the reward",
-     "and algo.kl_in=reward", partial(_kl, place="reward")),
-    ("verl,slime:kl_loss_type OpenRLHF:algo.kl.estimator", "algo.kl_estimator", "k1 (kl), k2 (mse), k3 (low_var_kl)",
-     "k1, k2 or k3", partial(_named, key="algo.kl_estimator", names=_KLS, advice="set algo.kl_estimator")),
-    ("TRL:loss_type", "algo.loss_agg", "how token losses are averaged; DPO's loss",
-     ", ".join(f"{name}: {ours}" for name, ours in _LOSSES.items()),
-     partial(_named, key="algo.loss_agg", names=_LOSSES, advice=_LOSS_ADVICE)),
-    ("TRL:epsilon_high slime:eps_clip_high", "algo.clip_ratio_high", "clip range above 1", "null: not set",
-     _epsilon_high),
-    ("TRL:epsilon slime:eps_clip", "algo.clip_ratio_low",
-     "clip range below 1, and above it unless that is given", "and algo.clip_ratio_high, unless it is given", _epsilon),
-    ("NeMo-RL:ratio_clip_min", "algo.clip_ratio_low", "clip range below 1"),
-    ("NeMo-RL:ratio_clip_max", "algo.clip_ratio_high", "clip range above 1"),
-    ("TRL:delta", "algo.clip_ratio_c", "upper bound of the ratio, above 1 + epsilon_high",
-     "refused at or below 1 + algo.clip_ratio_high", _delta),
-    ("TRL,slime:entropy_coef verl:entropy_coeff", "algo.entropy_coef", "weight of the entropy"),
-    ("TRL:importance_sampling_level", "algo.ratio_level", "token or sequence"),
-    ("TRL:scale_rewards", "algo.scale_rewards", "by which deviation rewards are scaled"),
-    ("SkyRL,slime:use_tis", "algo.rollout_is", "whether to truncate importance weights", "true: tis, false: none",
-     partial(_switch, key="algo.rollout_is", on="tis", off="none")),
-    ("SkyRL,verl:tis_imp_ratio_cap", "algo.rollout_is_clip", "truncates importance weights; -1 doesn't",
-     "and algo.rollout_is=tis", _tis_cap),
-    ("OpenRLHF:model.beta", "preferences.beta", "DPO's beta"),
-    ("TRL:label_smoothing", "preferences.label_smoothing", "share of swapped pairs"),
-    ("TRL:lora_r verl,OpenRLHF:lora_rank", "lora.rank", "rank of adapters"),
-    ("TRL,verl:lora_alpha", "lora.alpha", "scale of adapters"),
-    ("TRL:lora_target_modules verl:target_modules", "lora.targets", "projections with adapters"),
-    ("verl:total_training_steps NeMo-RL:max_num_steps slime:num_rollout", "train.max_steps", "steps"),
-    ("TRL:max_steps", "train.max_steps", "optimizer steps", _SEVERAL, partial(_optimizer_steps, key="train.max_steps")),
-    ("verl:ppo_epochs TRL:num_iterations", "train.epochs_per_step", "times that each sample is trained on"),
-    ("slime:max_tokens_per_gpu verl:ppo_max_token_len_per_gpu", "train.max_tokens_per_microbatch",
-     "tokens of a micro-batch on one device"),
-    ("TRL:gradient_checkpointing", "train.activation_checkpointing", "whether layers run again in the backward pass",
-     "true: full, false: none", partial(_switch, key="train.activation_checkpointing", on="full", off="none")),
-    ("TRL:reward_funcs", "reward.functions", "names or dotted paths",
-     "pkg.mod.fn: pkg.mod:fn; TRL's own names are refused", _reward_funcs),
-    ("TRL:reward_weights", "reward.weights", "weight of each reward function"),
-    ("verl:save_freq", "checkpoint.interval", "steps; -1 is never", "-1 is 0: the last step only", _interval),
-    ("TRL:save_steps", "checkpoint.interval", "optimizer steps", _SEVERAL,
-     partial(_optimizer_steps, key="checkpoint.interval")),
-    ("TRL:save_total_limit verl:max_actor_ckpt_to_keep", "checkpoint.keep_last", "checkpoints that are kept"),
-    ("verl:test_freq", "eval.interval", "steps; -1 is never", "-1 is 0: before and after only",
-     partial(_interval, key="eval.interval")),
-    ("TRL:eval_steps", "eval.interval", "optimizer steps", _SEVERAL, partial(_optimizer_steps, key="eval.interval")),
-    ("TRL:eval_on_start verl:val_before_train", "eval.before_train", "whether to evaluate before the first step"),
-    ("verl:resume_mode", "resume", "auto, disable or resume_path", "disable: never; resume_path is refused",
-     partial(_named, key="resume", names={"auto": "auto", "disable": "never"}, advice=_RESUME_ADVICE)),
-    ("verl:param_offload", "reshard.swap", "weights leave for generation", _SWAPPED, _SWAP),
-    ("verl:optimizer_offload", "reshard.swap", "optimizer state leaves for generation", _SWAPPED, _SWAP),
-    ("TRL:output_dir", "run.dir", "the run's folder"),
-    ("TRL:run_name verl:experiment_name", "run.name", "the run's name"),
-)  # fmt: skip
+
+def _kl_in_reward(given: Given, settings: Settings) -> dict[str, Any]:
+    return _kl(given, settings, place="reward")
+
+
+def _by_values(row: Mapping[str, Any]) -> Convert:
+    """The conversion of a row of aliases.yaml that lists values."""
+    key, values = row["key"], row["values"]
+    way_out = row.get("advice", f"{key} may have other values")
+
+    def convert(given: Given, settings: Settings) -> dict[str, Any]:
+        value = given.value if isinstance(given.value, bool) else given.text
+        if value not in values:
+            choices = [inline(name) for name in values]
+            words = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+            raise ValueError(f"is {show(given)}, but must be {words}; {way_out}")
+        return {key: values[value]}
+
+    return convert
+
+
 _RELATIONS = (_samples, _samples_or_prompts, _prompts_of_update)
+_WITH_KEY = (_interval, _optimizer_steps)
+_OTHERS = (_epsilon, _epsilon_high, _delta, _beta, _kl_in_loss, _kl_in_reward, _tis_cap, _reward_funcs)
+_READ: Mapping[str, Any] = {function.__name__[1:]: function for function in _RELATIONS + _WITH_KEY + _OTHERS}
 
 
-def _alias(origin: str, key: str, there: str, here: str = "", convert: Convert | None = None) -> Alias:
-    return Alias(key, origin.replace(",", ", "), there, here, convert, is_relation=convert in _RELATIONS)
+def _conversion(row: Mapping[str, Any]) -> Convert | None:
+    if "values" in row:
+        return _by_values(row)
+    function = _READ[row["read"]] if "read" in row else None
+    return partial(function, key=row["key"]) if function in _WITH_KEY else function
 
 
-ALIASES: Mapping[str, Alias] = {
-    name: _alias(origin, *row)
-    for names, *row in _ROWS
-    for origin, name in (entry.split(":") for entry in names.split())
-}
+def _aliases_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Alias]]:
+    convert, values = _conversion(row), row.get("values", {})
+    here = row.get("here") or ", ".join(f"{inline(name)}: {inline(value)}" for name, value in values.items())
+    is_relation = convert in _RELATIONS
+    for entry in row["names"].split():
+        trainers, name = entry.split(":")
+        yield name, Alias(row["key"], trainers.replace(",", ", "), row["there"], here, convert, is_relation)
+
+
+_DATA = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_bytes())
+ALIASES: Mapping[str, Alias] = dict(alias for row in _DATA["aliases"] for alias in _aliases_of(row))
+WISHED: Mapping[str, str] = {name: answer for names, answer in _DATA["advice"] for name in names.split()}
+"""names that have no key here, with what to do instead"""

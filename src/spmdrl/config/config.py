@@ -19,10 +19,9 @@ from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
-from spmdrl.config.aliases import ALIASES
+from spmdrl.config.aliases import ALIASES, WISHED
 from spmdrl.config.given import Given, find
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config
-from spmdrl.config.wished import WISHED
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.data_config import DataConfig
 from spmdrl.nouns.settings.flow_config import DockConfig, ReshardConfig

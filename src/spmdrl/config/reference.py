@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
-from spmdrl.config.aliases import ALIASES
+from spmdrl.config.aliases import ALIASES, WISHED
 from spmdrl.config.given import inline
 from spmdrl.config.key_names import KnownNames, spellings_of
 from spmdrl.config.key_schema import Key, adapter, describe, key_groups, own_keys, schema, schema_keys
-from spmdrl.config.wished import WISHED
 
 _WIDTH = 110
 _LONGEST_DEFAULT = 60
