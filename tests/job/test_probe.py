@@ -12,7 +12,7 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.probe import Probe
+from spmdrl.dataflow.resharding.probe import Probe
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
-from spmdrl.dataflow.stages.rollout.response_columns import columns_of
+from spmdrl.dataflow.stages.rollout.requests import columns_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows

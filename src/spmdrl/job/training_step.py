@@ -19,12 +19,18 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.stages.advantage import AdvantageStage
-from spmdrl.dataflow.stages.critic.critic_update import CriticUpdateStage
-from spmdrl.dataflow.stages.critic.cut_values import CutValueStage
-from spmdrl.dataflow.stages.critic.returns import ReturnsStage
-from spmdrl.dataflow.stages.inference import AdapterLogprobsStage, OlderLogprobsStage, Presence, ScoreStage
+from spmdrl.dataflow.stages.critic_update import CriticUpdateStage
+from spmdrl.dataflow.stages.inference import (
+    AdapterLogprobsStage,
+    CutValueStage,
+    LikeliestTokensStage,
+    OlderLogprobsStage,
+    Presence,
+    ScoreStage,
+)
 from spmdrl.dataflow.stages.judging import Judge, JudgeStage
 from spmdrl.dataflow.stages.quarantine import Quarantine
+from spmdrl.dataflow.stages.returns import ReturnsStage
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
@@ -33,8 +39,7 @@ from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.dataflow.stages.stages import Stage, Stages
-from spmdrl.dataflow.stages.teacher.likeliest_tokens import LikeliestTokensStage
-from spmdrl.dataflow.stages.teacher.teachers_prompts import TeachersPrompts
+from spmdrl.dataflow.stages.teacher import TeachersPrompts
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool

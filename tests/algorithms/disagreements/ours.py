@@ -13,8 +13,8 @@ from spmdrl.algorithms.actor_critic.pf_ppo import filter_weights
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.algorithms.terms.kl import kl_loss
-from spmdrl.dataflow.stages.critic.critic_update import ValueLoss
-from spmdrl.dataflow.stages.critic.returns import lambda_returns
+from spmdrl.dataflow.stages.critic_update import ValueLoss
+from spmdrl.dataflow.stages.returns import lambda_returns
 from spmdrl.engines.training.batching.packed_rows import MicroBatch
 from spmdrl.nouns.batch import LossScope
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.swapping.swap import Swap
+from spmdrl.dataflow.resharding.swap import Swap
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.memory import MemoryLedger

@@ -8,11 +8,11 @@ from random import Random
 
 import numpy as np
 
-from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, announced_lengths
-from spmdrl.dataflow.samples.control.row_lives import DEFERRED, RowLives
-from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
+from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.row_lives import DEFERRED, RowLives
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.samples.schema import RULES, columns_mask, needs_by_state
+from spmdrl.dataflow.samples.store.keeping import restored, snapshot
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.nouns.roles import WorkerState
 from tests.bench.faults.fault_tally import Tally

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.gather import BucketGatherer
+from spmdrl.dataflow.resharding.gather import BucketGatherer
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.slice_agreement import AgreedPlan, agree_on_plan
 from spmdrl.engines.generation.native.native_engine import NativeEngine

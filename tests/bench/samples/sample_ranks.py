@@ -17,9 +17,9 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import RowGroups
-from spmdrl.dataflow.samples.control.catalogue import RowMetadata, announced_lengths
-from spmdrl.dataflow.samples.control.row_lives import Controller, RowLives
+from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.row_lives import Controller, RowLives
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state, rule_of
 from spmdrl.dataflow.samples.volume import Link

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, FileStore, ReturnTicket, Span
+from spmdrl.dataflow.resharding.swap_space import CopyTimes, FileStore, ReturnTicket, Span
 from spmdrl.job.model.switching import Switching
 from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import ReshardConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.moving.probe import Probe, Rated, default_tolerance, exempt_share
+from spmdrl.dataflow.resharding.probe import Probe, Rated, default_tolerance, exempt_share
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.making.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import TokenRows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.dataflow.resharding.swapping.swap import Left, Swap
+from spmdrl.dataflow.resharding.swap import Left, Swap
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowDrop, RowMetadata
+from spmdrl.dataflow.samples.catalogue import Catalogue, RowDrop, RowMetadata
 from spmdrl.dataflow.samples.schema import columns_mask
 
 NUM_ROWS, GROUP_SIZE = 12, 4

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
-from spmdrl.dataflow.samples.control.row_lives import Controller, RowStatus
+from spmdrl.dataflow.samples.catalogue import Catalogue, RowMetadata
+from spmdrl.dataflow.samples.row_lives import Controller, RowStatus
 from spmdrl.dataflow.samples.schema import columns_mask
 from spmdrl.nouns.batch import WorkerState
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, announced_lengths
-from spmdrl.dataflow.samples.control.row_lives import DEFERRED, RowLives
-from spmdrl.dataflow.samples.control.saved_lives import restored, snapshot
+from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.row_lives import DEFERRED, RowLives
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
+from spmdrl.dataflow.samples.store.keeping import restored, snapshot
 from spmdrl.nouns.batch import WorkerState
 
 NUM_ROWS, GROUP_SIZE = 8, 2

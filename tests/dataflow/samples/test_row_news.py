@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.catalogue import RowDrop, RowMetadata, announced_lengths, joined
-from spmdrl.dataflow.samples.control.row_news import pack_news, unpack_news
+from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import RULES, columns_mask
 
 NUM_ROWS = 300

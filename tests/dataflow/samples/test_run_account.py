@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.row_lives import Accounting
+from spmdrl.dataflow.samples.row_lives import Accounting
 from spmdrl.dataflow.samples.run_account import FILE, RunAccount
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from tests.support.jobs import finished, run_job, tiny_config

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.control.catalogue import joined, metadata_of
+from spmdrl.dataflow.samples.catalogue import joined, metadata_of
 from spmdrl.dataflow.samples.schema import RULES
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.dataflow.samples.store.warehouse import Warehouse

@@ -8,25 +8,49 @@ Source: MindSpeed RL (arXiv:2507.19017), "Allgather-Swap Technique", Figure 5.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.moving.filling import GeneratorFilling, Names, Watcher
-from spmdrl.dataflow.resharding.moving.gather import Received
+from spmdrl.dataflow.resharding.filling import GeneratorFilling, Names, Watcher
+from spmdrl.dataflow.resharding.gather import Received
 from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_version
 from spmdrl.dataflow.resharding.protocols import Generator, Shard, Trainer
-from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
-from spmdrl.dataflow.resharding.swapping.swap import Leaving, Left, MakeStore, StayingSwap, Swap, make_host_store
-from spmdrl.dataflow.resharding.swapping.swap_groups import groups_of
+from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, StayingSwap, Swap, TensorsByName, make_host_store
+from spmdrl.dataflow.resharding.swap_space import CopyTimes
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.memory import MemoryLedger, release_to_system
 from spmdrl.resources.world import World
+
+
+@dataclass(frozen=True)
+class ReshardStats:
+    """What one switch of the flow cost this rank."""
+
+    seconds: float
+    received_bytes: int = 0
+    planned_bytes: int = 0
+    """what all ranks receive together, as planned"""
+    cross_node_bytes: int = 0
+    """of the bytes received: what came from other nodes"""
+    move_seconds: float = 0.0
+    """of the seconds: those in which weights were moved, and left the device once they were"""
+    swapped_bytes: int = 0
+    """freed on the device, or brought back to it"""
+    copied_bytes: int = 0
+    """of the bytes freed: those that the host had no copy of yet"""
+    returned: CopyTimes | None = None
+    """when the training state was copied back; set by the switch that waited for it"""
+    hidden_share: float = 0.0
+    """the share of that copy's time that had passed before the switch was called"""
+
 
 # Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
 LEAST_BYTES_TO_RELEASE = 64 << 20
@@ -311,3 +335,22 @@ def _has_adapters(trainer: Trainer, generator: Generator) -> bool:
 
 def _together(left: Sequence[Left]) -> Left:
     return Left(sum(one.freed_bytes for one in left), sum(one.copied_bytes for one in left))
+
+
+def groups_of(role: Role, trainer: Trainer) -> dict[str, TensorsByName]:
+    """What the swap moves of a role, by owner."""
+    groups: dict[str, TensorsByName] = {role.weights: partial(_local_tensors, trainer)}
+    if role.base is not None and not all(map(trainer.updates, trainer.named_shards())):
+        groups[role.weights] = partial(_local_tensors, trainer, trainer.updates)
+        groups[role.base] = partial(_local_tensors, trainer, lambda name: not trainer.updates(name))
+    if role.optimizer is not None:
+        groups[role.optimizer] = partial(_optimizer_tensors, trainer)
+    return groups
+
+
+def _local_tensors(trainer: Trainer, of: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    return {name: shard.tensor for name, shard in trainer.named_shards().items() if of(name)}
+
+
+def _optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(trainer.optimizer_tensors())}

@@ -8,7 +8,7 @@ from types import TracebackType
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
-from spmdrl.dataflow.samples.control.row_lives import Accounting
+from spmdrl.dataflow.samples.row_lives import Accounting
 from spmdrl.dataflow.samples.samples import DockParts, Samples
 from spmdrl.dataflow.samples.store.shared_memory import open_pool
 from spmdrl.dataflow.samples.store.warehouse import OneNode, Warehouse

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from spmdrl.dataflow.samples.control.row_lives import DEFERRED, TRAINED, Accounting
+from spmdrl.dataflow.samples.row_lives import DEFERRED, TRAINED, Accounting
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 
 FILE = "samples.json"

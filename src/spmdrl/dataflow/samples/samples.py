@@ -13,12 +13,19 @@ from numpy.typing import NDArray
 from spmdrl.dataflow.data.prompts import Prompt, prompt_columns
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, GroupLengths, Shares
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
-from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
-from spmdrl.dataflow.samples.control.row_lives import DEFERRED, Accounting, RowLives, RowStatus
-from spmdrl.dataflow.samples.control.row_news import Exchanged, exchanged
-from spmdrl.dataflow.samples.control.saved_lives import restored, saved_columns, snapshot
+from spmdrl.dataflow.samples.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
+from spmdrl.dataflow.samples.row_lives import DEFERRED, Accounting, RowLives, RowStatus
+from spmdrl.dataflow.samples.row_news import Exchanged, exchanged
 from spmdrl.dataflow.samples.schema import PROMPT_COLUMNS, check_columns, check_row_lengths, columns_mask, names_of_mask
-from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, write_columns, write_lives
+from spmdrl.dataflow.samples.store.keeping import (
+    read_columns,
+    read_lives,
+    restored,
+    saved_columns,
+    snapshot,
+    write_columns,
+    write_lives,
+)
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Volume

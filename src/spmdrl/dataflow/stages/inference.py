@@ -1,8 +1,8 @@
 """The inference states: what a model makes of finished responses before the update.
 
-Log-probs under the reference, log-probs under the policy, values of the critic, a reward model's scores.
+Log-probs under reference and policy, values of the critic, a reward model's scores, a teacher's likeliest tokens.
 
-Shape letters: `R` packed response tokens that the model wrote.
+Shape letters: `R` packed response tokens that the model wrote; `J` likeliest tokens of a place.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import column_of
-from spmdrl.dataflow.stages.rows import ModelTokens, token_rows
+from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
 from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns.batch import Batch, Integers, WorkerState
+from spmdrl.nouns.batch import Batch, Integers, WorkerState, offsets_of
+from spmdrl.nouns.settings.role_configs import END_VALUE
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_device
 
@@ -120,3 +121,58 @@ def has_older_tokens(batch: Batch, version: int) -> Tensor:
     row_R = torch.arange(len(batch)).repeat_interleave(model_tokens.lengths_B)
     is_older_R = model_tokens.pick(batch.values("versions")) != version
     return torch.zeros(len(batch), dtype=torch.bool).index_put_((row_R[is_older_R],), torch.tensor(True))
+
+
+class CutValueStage(ScoreStage):
+    """Also puts the value behind each row's last token, or 0 behind a response that ended by itself."""
+
+    def _scored(self, batch: Batch) -> Batch:
+        is_cut_B = batch.dense("finished") == 0
+        longer = _with_end_state(batch, is_cut_B)
+        found_R, ends_B = self._rate(token_rows(longer, self.engine.config)), ModelTokens.of(longer).offsets[1:] - 1
+        is_own_R = is_cut_B.new_ones(len(found_R)).index_fill(0, ends_B[is_cut_B], False)
+        scored = Batch(batch.rows)
+        own_R = found_R[to_device(is_own_R.nonzero().squeeze(1), found_R.device)]
+        scored.put_ragged(self.column, ModelTokens.of(batch).spread(own_R), batch.offsets("response_ids"))
+        end_values_B = found_R[to_device(ends_B, found_R.device)]
+        scored.put_dense(END_VALUE, end_values_B.where(to_device(is_cut_B, found_R.device), 0.0))
+        return scored
+
+
+def _with_end_state(batch: Batch, is_cut_B: Tensor) -> Batch:
+    """The rows with one more token of the model at the end of those that were cut, before which a value is computed.
+
+    Any token does, as no token before it sees it.
+    """
+    longer = Batch(batch.rows)
+    longer.put_ragged("prompt_ids", batch.values("prompt_ids"), batch.offsets("prompt_ids"))
+    offsets = batch.offsets("response_ids")
+    # A cut row's last token stands twice.
+    counts_T = torch.ones_like(batch.values("response_ids")).index_fill(0, offsets[1:][is_cut_B] - 1, 2)
+    offsets = offsets + offsets_of(is_cut_B)
+    longer.put_ragged("response_ids", batch.values("response_ids").repeat_interleave(counts_T), offsets)
+    if TURNS in batch:
+        turns = batch.values(TURNS).repeat_interleave(counts_T).index_fill(0, offsets[1:][is_cut_B] - 1, 1)
+        longer.put_ragged(TURNS, turns, offsets)
+    return longer
+
+
+class LikeliestTokensStage(ScoreStage):
+    """Puts ids and log-probs of the teacher's likeliest tokens in each place, and the log-prob of all others."""
+
+    def __init__(
+        self, engine: TrainingEngine, presence: Presence, seen: Seen | None, *, num_likeliest: int, vocab_size: int
+    ):
+        """`vocab_size` is that of the policy: a larger teacher's further tokens have no text."""
+        super().__init__(WorkerState.TEACHER_TOP, engine, presence, seen)
+        self.num_likeliest = num_likeliest
+        self.vocab_size = vocab_size
+
+    def _scored(self, batch: Batch) -> Batch:
+        rows = token_rows(batch, self.engine.config)
+        found, model_tokens = self.engine.likeliest(rows, self.num_likeliest, self.vocab_size), ModelTokens.of(batch)
+        scored, lengths_B = Batch(batch.rows), batch.lengths("response_ids")
+        for name, values_RJ in (("ids", found.ids_RJ.int()), ("logprobs", found.logprobs_RJ)):
+            offsets = offsets_of(lengths_B * values_RJ.shape[1])
+            scored.put_ragged(f"teacher_top_{name}", model_tokens.spread(values_RJ).flatten(), offsets)
+        return scored

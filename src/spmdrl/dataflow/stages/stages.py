@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
-from spmdrl.dataflow.stages.critic.returns import ReturnsStage, Rewarding
+from spmdrl.dataflow.stages.returns import ReturnsStage, Rewarding
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.nouns.batch import TokenTerms

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.resharding.swapping.residence import Residence, StateBytes
-from spmdrl.dataflow.resharding.swapping.swap import storage_bytes
+from spmdrl.dataflow.resharding.residence import Residence, StateBytes
+from spmdrl.dataflow.resharding.swap import storage_bytes
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.hf.model_folder import compute_dtype

@@ -8,9 +8,8 @@ from itertools import count
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.resharding.flow import ReshardingFlow
-from spmdrl.dataflow.resharding.moving.probe import Probe, default_tolerance, exempt_share, probe_rows
-from spmdrl.dataflow.resharding.reshard_stats import ReshardStats
+from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
+from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, exempt_share, probe_rows
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModel, RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.samples.control.row_lives import Accounting
 from spmdrl.dataflow.samples.dock import Samples, TransferDock
+from spmdrl.dataflow.samples.row_lives import Accounting
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rows import TURNS, turn_texts

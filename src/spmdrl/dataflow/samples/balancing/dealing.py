@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.balancing.balance import (
     deal_groups,
 )
 from spmdrl.dataflow.samples.balancing.node_shares import split_by
-from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.store.frame import pack, read_frame
 from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.nouns.partition import TOKENS, RowCost, shares_prompt

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue, RowMetadata
+from spmdrl.dataflow.samples.catalogue import Catalogue, RowMetadata
 from spmdrl.dataflow.samples.schema import empty_batch, length_column, names_of_mask, rule_of
 from spmdrl.dataflow.samples.store.frame import ALIGNMENT, NUMPY_DTYPES, CheckedColumns, values_of
 from spmdrl.dataflow.samples.store.shared_memory import Place, Pool

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue
+from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.schema import PROMPT_COLUMNS, empty_batch, rule_of
 from spmdrl.dataflow.samples.store.shared_memory import Place
 from spmdrl.dataflow.samples.store.warehouse import Warehouse

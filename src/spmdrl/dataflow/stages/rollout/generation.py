@@ -14,10 +14,10 @@ from spmdrl.dataflow.stages.rollout.requests import (
     ResponseListener,
     StopPoint,
     Turns,
+    columns_of,
     row_seed,
     run_rollout,
 )
-from spmdrl.dataflow.stages.rollout.response_columns import columns_of
 from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.rollout_config import SamplingParams

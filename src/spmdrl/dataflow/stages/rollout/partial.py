@@ -16,8 +16,7 @@ from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
-from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, row_seed, run_rollout
-from spmdrl.dataflow.stages.rollout.response_columns import token_columns
+from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, row_seed, run_rollout, token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.native.native_engine import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response

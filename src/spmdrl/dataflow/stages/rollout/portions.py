@@ -24,8 +24,7 @@ from collections.abc import Sequence
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.stages.inference import ScoreStage
-from spmdrl.dataflow.stages.rollout.requests import Came
-from spmdrl.dataflow.stages.rollout.response_columns import columns_of
+from spmdrl.dataflow.stages.rollout.requests import Came, columns_of
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.observability.timeline.timeline import Timeline

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from spmdrl.dataflow.resharding.swapping.swap_space import CopyTimes, ReturnTicket, Span, Ticket
+from spmdrl.dataflow.resharding.swap_space import CopyTimes, ReturnTicket, Span, Ticket
 from spmdrl.resources.device import Device
 
 

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.moving.checksum import SwitchRecord
-from spmdrl.dataflow.resharding.moving.gather import BucketGatherer, Received
+from spmdrl.dataflow.resharding.checksum import SwitchRecord
+from spmdrl.dataflow.resharding.gather import BucketGatherer, Received
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.planning.slice_agreement import agree_on_plan, agree_on_shapes, refuse_together

@@ -1,4 +1,4 @@
-"""Prompts that the teacher sees in place of the policy's."""
+"""A teacher: which model it is, and the prompts that it sees in place of the policy's."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.swapping.pinned_store import PinnedStore
-from spmdrl.dataflow.resharding.swapping.swap_space import (
+from spmdrl.dataflow.resharding.pinned_store import PinnedStore
+from spmdrl.dataflow.resharding.swap_space import (
     CopyTimes,
     FileStore,
     HostStore,

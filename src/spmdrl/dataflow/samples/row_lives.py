@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spmdrl.dataflow.samples.control.catalogue import Catalogue, News, joined
+from spmdrl.dataflow.samples.catalogue import Catalogue, News, joined
 from spmdrl.dataflow.samples.schema import mask_of, names_of_mask
 from spmdrl.nouns.batch import Integers, WorkerState
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdrl.dataflow.samples.control.catalogue import News, RowDrop, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.catalogue import News, RowDrop, RowMetadata, announced_lengths, joined
 from spmdrl.dataflow.samples.schema import RULES
 from spmdrl.nouns.batch import Integers
 from spmdrl.resources.collectives import gather_and_agree

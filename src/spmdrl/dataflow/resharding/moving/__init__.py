@@ -1,1 +1,0 @@
-"""The executors behind a plan: buckets of weights moved, checksummed and probed."""

@@ -1,1 +1,0 @@
-"""What a teacher makes of finished responses, and which one it is."""
