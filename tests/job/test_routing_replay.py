@@ -60,8 +60,8 @@ class Taken:
     """Samples of one step, all taken by one rank."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(batch)), 1, 1
-        self.groups_to_train = self.rows_of_step
+        self.batch, self.to_train, self.group_size, self.step = batch, np.arange(len(batch)), 1, 1
+        self.groups_to_train, self.rows = self.to_train, self
 
     def take(self, state):
         return self.batch.select(range(len(self.batch)))

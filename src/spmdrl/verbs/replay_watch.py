@@ -59,8 +59,10 @@ class ReplayWatch(StageHook):
         if not self._is_reached:
             return
         if state is WorkerState.GENERATION:
-            if beyond := [row for row in self._rows if not 0 <= row < samples.num_rows]:
-                raise ConfigError(f"--row is {beyond[0]}, but step {samples.step} has rows 0 to {samples.num_rows - 1}")
+            if beyond := [row for row in self._rows if not 0 <= row < samples.rows.num_rows]:
+                raise ConfigError(
+                    f"--row is {beyond[0]}, but step {samples.step} has rows 0 to {samples.rows.num_rows - 1}"
+                )
             if self._stops:
                 stop(
                     f"the generation of rows {list(self._rows)}: `b spmdrl.engines.generation.native.native_engine."
@@ -72,13 +74,13 @@ class ReplayWatch(StageHook):
 
     def _stop_in_reward(self, samples: Samples, row: int) -> None:
         """Call the reward functions for one row, in this process; the step has the values of its own calls."""
-        turns = {TURNS} & samples.reads(WorkerState.UPDATE)
+        turns = {TURNS} & samples.rows.reads(WorkerState.UPDATE)
         batch = samples.read([row], {"response_ids", *turns})
         ids, turn_of = (
             tuple(batch.values(name).tolist()) if name in batch else None for name in ("response_ids", TURNS)
         )
         response = Response(row, ids or (), (), "stop", (), turns=turn_of)
-        call = reward_call(samples.prompt_of(row), [response], self._tokenizer.decode)
+        call = reward_call(samples.rows.prompt_of(row), [response], self._tokenizer.decode)
         for function in load_functions(self._config.functions, self._config.code):
             stop(f"the reward {function.name} of row {row}: `s` steps into it; p call")
             scores = score(function, call)
@@ -112,10 +114,11 @@ class ReplayWatch(StageHook):
             raise StepReplayed
 
     def _row(self, samples: Samples, row: int) -> ReplayedRow:
-        if row not in samples.rows_of_step:
+        rows = samples.rows
+        if row not in rows.to_train:
             raise ConfigError(f"row {row} isn't trained in step {samples.step}: a later step goes on with its group")
-        prompt, is_trained, trained = samples.prompt_of(row), samples.is_trained(row), self._trained.get(row)
-        names = {*_COLUMNS, *({TURNS} & samples.reads(WorkerState.UPDATE)), *(("advantages",) if is_trained else ())}
+        prompt, is_trained, trained = rows.prompt_of(row), rows.is_trained(row), self._trained.get(row)
+        names = {*_COLUMNS, *({TURNS} & rows.reads(WorkerState.UPDATE)), *(("advantages",) if is_trained else ())}
         batch = samples.read([row], names)
         ids, turns = batch.values("response_ids").tolist(), batch.values(TURNS).tolist() if TURNS in batch else None
         own, columns = ModelTokens.of(batch), {"generator": "rollout_logprobs", "advantage": "advantages"}

@@ -71,7 +71,7 @@ def _work(lives: RowLives, worker: WorkerState, homes: np.ndarray, random: Rando
         taken = np.sort(random.sample(ready.tolist(), random.randint(1, ready.size)))
         lives.claim(worker, taken)
         if random.random() < 0.1:
-            lives = restored(_NEEDS, before, homes)
+            lives = restored(before, RowLives(_NEEDS, homes, step=lives.step, group_size=_SIZE))
             continue
         names = tuple(rule.name for rule in RULES if rule.made_by is worker and rule.name in _MADE[worker])
         if names:

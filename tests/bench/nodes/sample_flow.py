@@ -139,7 +139,7 @@ class StepRun:
 
     def _generate(self) -> None:
         """All rows decode at once; a group is put when its longest response is there."""
-        rows = torch.tensor(self._samples.deal_generation(), dtype=torch.int64)
+        rows = torch.tensor(self._samples.rows.deal_generation(), dtype=torch.int64)
         started, groups = time.perf_counter(), rows.reshape(-1, self._step.group_size)
         seconds_G = self._step.response_lengths_B[groups].amax(1) / self._size.decode_steps_per_second
         for number in seconds_G.argsort().tolist():
@@ -160,7 +160,7 @@ class StepRun:
 
     def _reward(self) -> None:
         """Rewards are computed as responses end, so none is waited for."""
-        batch = Batch.of_rows(self._samples.take_generated(WorkerState.REWARD))
+        batch = Batch.of_rows(self._samples.rows.take_generated(WorkerState.REWARD))
         batch.put_dense("reward", batch.rows.float())
         batch.put_dense("reward_verdict", torch.zeros(len(batch), dtype=dtype_of("reward_verdict")))
         batch.put_ragged("reward_parts", batch.rows.float(), torch.arange(len(batch) + 1))

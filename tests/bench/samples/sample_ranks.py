@@ -208,9 +208,9 @@ class DockBench:
     def _take_rows(self, state: WorkerState, samples: Samples) -> int:
         """Take the rows that the state works on; how many they are on this rank."""
         if state is WorkerState.GENERATION:
-            return len(samples.deal_generation())
+            return len(samples.rows.deal_generation())
         if state is WorkerState.REWARD:
-            return len(samples.take_generated(state))
+            return len(samples.rows.take_generated(state))
         return len(samples.take(state, ()))
 
     def _read_all(self, samples: Samples, taken: list[int], step: DockStep) -> None:

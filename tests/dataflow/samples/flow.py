@@ -61,7 +61,7 @@ def generate(samples: Samples, rows: list[int], response: Callable[[int], list[i
 
 
 def reward(samples: Samples) -> list[int]:
-    rows = samples.take_generated(WorkerState.REWARD)
+    rows = samples.rows.take_generated(WorkerState.REWARD)
     batch = Batch.of_rows(rows)
     batch.put_dense("reward", torch.tensor([float(row) for row in rows], dtype=torch.float32))
     batch.put_dense("reward_verdict", torch.zeros(len(rows), dtype=torch.int32))
@@ -93,7 +93,7 @@ def check_training_rows(batch: Batch) -> None:
 def run_step(dock: TransferDock, step: int, dropped: tuple[int, ...] = ()) -> dict:
     """One whole step; what this rank did in it."""
     samples = dock.open_batch(step, make_prompts(), GROUP_SIZE)
-    generated = samples.deal_generation()
+    generated = samples.rows.deal_generation()
     generate(samples, generated)
     rewarded = reward(samples)
     credit(samples, dropped)

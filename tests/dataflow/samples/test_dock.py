@@ -66,7 +66,7 @@ def test_a_closed_batch_leaves_nothing_in_the_warehouse():
 def test_a_batch_with_rows_left_over_is_not_closed():
     dock = open_dock(ONE_RANK)
     samples = open_samples(dock)
-    generate(samples, samples.deal_generation())
+    generate(samples, samples.rows.deal_generation())
     reward(samples)
     with pytest.raises(RuntimeError, match="24 of 24 rows .* row 0 waits for columns advantages before update"):
         dock.close_batch(samples)
@@ -86,7 +86,7 @@ def test_misuse_is_refused_with_a_way_out():
     stranger.put_dense("reward", torch.zeros(1))
     with pytest.raises(ValueError, match="row 0, which it didn't take"):
         samples.put(WorkerState.REWARD, stranger)
-    generate(samples, samples.deal_generation())
+    generate(samples, samples.rows.deal_generation())
     reward(samples)
     taken = samples.take(WorkerState.ADVANTAGE, {"reward"})
     wrong = Batch(taken.rows)
@@ -107,7 +107,7 @@ def test_values_that_the_host_cannot_keep_are_refused(values):
 def test_columns_of_a_device_are_copied_once_with_one_wait_and_those_of_the_host_are_kept(device):
     dock = open_dock(ONE_RANK)
     samples = open_samples(dock)
-    rows = samples.deal_generation()
+    rows = samples.rows.deal_generation()
     batch = Batch.of_rows(rows)
     offsets = offsets_of([len(response_of(row)) for row in rows])
     ids_T = torch.tensor([token for row in rows for token in response_of(row)], dtype=torch.int32, device=device)
@@ -194,7 +194,7 @@ def late_reading(world: World) -> list[list[float]]:
     with open_dock(world) as dock:
         for step in range(2):
             samples = dock.open_batch(step, make_prompts(), GROUP_SIZE)
-            generate(samples, samples.deal_generation())
+            generate(samples, samples.rows.deal_generation())
             reward(samples)
             credit(samples)
             samples.take(WorkerState.UPDATE, {"response_ids"})
@@ -268,7 +268,7 @@ def killed_in_mid_step(world: World) -> None:
     """All ranks hold rows in shared memory and listen for requests when the last one is killed."""
     dock = open_dock(world)
     samples = open_samples(dock)
-    generate(samples, samples.deal_generation())
+    generate(samples, samples.rows.deal_generation())
     barrier()
     if world.rank == world.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -64,9 +64,9 @@ def padded(rows: list[int], names: list[str], length: int) -> Batch:
 def run_flow(samples: Samples, flow: FlowShape) -> None:
     """Every state once, each column put once and fetched twice."""
     made = columns_made(flow.num_response_items)
-    generated = samples.deal_generation()
+    generated = samples.rows.deal_generation()
     for state, names in made.items():
-        rows = generated if state is WorkerState.GENERATION else samples.take_generated(state)
+        rows = generated if state is WorkerState.GENERATION else samples.rows.take_generated(state)
         for start in range(0, len(rows), flow.responses_each):
             group = rows[start : start + flow.responses_each]
             samples.put(state, padded(group, names, flow.max_response_length))

@@ -38,7 +38,7 @@ def take_from_a_rank_that_hangs(world: World) -> str:
     """Rank 0 doesn't come to its part in the exchange; returns rank 1's error."""
     dock = flow.open_dock(world, DockConfig(timeout_seconds=1.0, locality=False))
     samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
-    flow.generate(samples, samples.deal_generation())
+    flow.generate(samples, samples.rows.deal_generation())
     flow.reward(samples)
     barrier()
     message = ""

@@ -28,7 +28,7 @@ def write(world: World, folder: Path) -> list[str]:
     """Generate and reward, drop a row, write, and die."""
     with flow.open_dock(world) as dock:
         samples = open_samples(dock)
-        flow.generate(samples, samples.deal_generation())
+        flow.generate(samples, samples.rows.deal_generation())
         samples.mark_dropped([DROPPED], "refused") if world.is_main else None
         flow.reward(samples)
         names = [path.name for path in samples.write_to(folder)]
@@ -41,8 +41,8 @@ def go_on(world: World, folder: Path) -> dict:
     with flow.open_dock(world) as dock:
         samples = open_samples(dock)
         samples.read_from(folder)
-        assert samples.deal_generation() == []
-        assert samples.take_generated(WorkerState.REWARD) == []
+        assert samples.rows.deal_generation() == []
+        assert samples.rows.take_generated(WorkerState.REWARD) == []
         samples.commit(WorkerState.GENERATION)
         samples.commit(WorkerState.REWARD)
         flow.credit(samples)

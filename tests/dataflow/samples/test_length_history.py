@@ -68,10 +68,12 @@ def _two_steps(world: World, balance: str) -> list[list[int]]:
     ) as dock:
         for step in range(2):
             samples = dock.open_batch(step, prompts, flow.GROUP_SIZE)
-            rows = samples.deal_generation()
+            rows = samples.rows.deal_generation()
             out.append(sorted({row // flow.GROUP_SIZE for row in rows}))
             flow.generate(samples, rows, lambda row: [7] * (40 if row < flow.GROUP_SIZE else 1))
-            out.append([samples.generation_imbalance(), samples.expected_length(0), samples.expected_length(5)])
+            out.append(
+                [samples.rows.generation_imbalance(), samples.rows.expected_length(0), samples.rows.expected_length(5)]
+            )
             samples.mark_dropped(rows, "done")
             samples.commit(WorkerState.GENERATION)
             dock.close_batch(samples)

@@ -61,7 +61,7 @@ def _one_group(world: World) -> list[int]:
     mesh = build_generation_mesh(GenerationLayout(2), world.device, world.size, world.rank)
     groups = groups_of_generation(mesh, world.device.torch_device)
     with TransferDock(world, needs_by_state({"rollout_logprobs"}), DockConfig(20.0), row_groups=groups) as dock:
-        return dock.open_batch(0, [flow.make_prompt([1])], flow.GROUP_SIZE).deal_generation()
+        return dock.open_batch(0, [flow.make_prompt([1])], flow.GROUP_SIZE).rows.deal_generation()
 
 
 @pytest.mark.ranks
@@ -76,14 +76,14 @@ def _admitted(world: World) -> list[list[int]]:
         samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
         shares = []
         for groups in (range(4), range(4, 6)):
-            samples.admit(groups)
-            shares.append(samples.deal_generation())
+            samples.rows.admit(groups)
+            shares.append(samples.rows.deal_generation())
             flow.generate(samples, shares[-1])
             flow.reward(samples)
         samples.mark_dropped(shares[0], "left out")
         samples.commit(WorkerState.GENERATION)
-        assert samples.num_dropped == {"left out": 4 * flow.GROUP_SIZE}
-        assert samples.groups_to_train.tolist() == [4, 5]
+        assert samples.rows.num_dropped == {"left out": 4 * flow.GROUP_SIZE}
+        assert samples.rows.groups_to_train.tolist() == [4, 5]
         dropped = samples.read_dropped(["reward"])
         assert dropped.dense("reward").tolist() == dropped.rows.tolist() == shares[0]
         flow.credit(samples)

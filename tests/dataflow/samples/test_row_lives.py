@@ -24,9 +24,14 @@ def metadata(rows, *names: str) -> RowMetadata:
     return RowMetadata(index, mask, lengths)
 
 
+def fresh(homes, needs=NEEDS) -> RowLives:
+    """Lives of rows of which nothing is known yet."""
+    return RowLives(needs, homes, step=5, group_size=GROUP_SIZE)
+
+
 def born() -> RowLives:
     """Rows with their prompts, at home on two nodes."""
-    lives = RowLives(NEEDS, homes_on(2), step=5, group_size=GROUP_SIZE)
+    lives = fresh(homes_on(2))
     rows, mask = np.arange(NUM_ROWS), columns_mask(["prompt_ids"])
     lives.observe([RowMetadata(rows, mask, {"prompt_ids": rows // GROUP_SIZE + 1})])
     return lives
@@ -71,7 +76,7 @@ def test_deferred_rows_leave_the_batch_and_are_counted_apart():
     assert (account.num_trained, account.num_deferred, account.num_pending) == (3, 4, 0)
     assert account.num_dropped == {"no reward": 1}
     assert lives.deferred_rows().tolist() == [4, 5, 6, 7] and lives.dropped_rows().tolist() == [3]
-    kept = restored(NEEDS, snapshot(lives), lives.catalogue.homes)
+    kept = restored(snapshot(lives), fresh(lives.catalogue.homes))
     assert kept.settled() == account
 
 
@@ -95,7 +100,7 @@ def test_saved_lives_go_on_on_any_number_of_nodes(num_nodes):
     run_state(lives, WorkerState.REWARD, "reward", rows=[0, 1, 4])
     lives.observe([RowDrop(np.array([7]), "late"), RowDrop(np.array([2]), "broken \N{SNOWMAN}")])
     lives.claim(WorkerState.REWARD, [3, 5])
-    again = restored(NEEDS, snapshot(lives), homes_on(num_nodes))
+    again = restored(snapshot(lives), fresh(homes_on(num_nodes)))
     assert again.catalogue.homes.tolist() == homes_on(num_nodes).tolist()
     assert again.controllers[WorkerState.REWARD].ready_rows().tolist() == [3, 5, 6]
     assert again.controllers[WorkerState.ADVANTAGE].ready_rows().tolist() == [0, 1, 4]
@@ -118,4 +123,4 @@ def test_lives_of_other_states_are_not_restored():
     saved = snapshot(born())
     other = needs_by_state({"advantages", "ref_logprobs"})
     with pytest.raises(ValueError, match="saved with states advantage, generation, .* but the run has .*reference"):
-        restored(other, saved, homes_on(1))
+        restored(saved, fresh(homes_on(1), other))

@@ -235,7 +235,10 @@ class Nodes(RuleBasedStateMachine):
         self.truth.payload = {node: {} for node in range(num_nodes)}
         for (row, name), value in contents.items():
             self.truth.payload[self.truth.home(row)][row, name] = value
-        self.replicas = [restored(NEEDS, self.saved, homes_G.repeat(GROUP_SIZE)) for _ in range(num_nodes)]
+        homes = homes_G.repeat(GROUP_SIZE)
+        self.replicas = [
+            restored(self.saved, RowLives(NEEDS, homes, step=STEP, group_size=GROUP_SIZE)) for _ in range(num_nodes)
+        ]
         self.begin_hearing()
         self.check()
 

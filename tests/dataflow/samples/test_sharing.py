@@ -24,7 +24,7 @@ def _scored_and_trained_rows(world: World, update: UpdateLayout):
     groups = groups_of_training(meshes, world.device.torch_device)
     with TransferDock(world, needs, DockConfig(20.0), row_groups=groups) as dock:
         samples = dock.open_batch(0, flow.make_prompts(), flow.GROUP_SIZE)
-        flow.generate(samples, samples.deal_generation())
+        flow.generate(samples, samples.rows.deal_generation())
         flow.reward(samples)
         state = WorkerState.OLD_LOGPROBS
         taken = samples.take(state, {"prompt_ids", "response_ids"})

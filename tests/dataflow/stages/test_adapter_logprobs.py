@@ -39,9 +39,13 @@ def scored_in_both_states(world: World) -> None:
     engine.load(RandomWeights(LORA, seed=0))
     with TransferDock(world, needs_by_state({*COLUMNS, "advantages"}), DockConfig(20.0)) as dock:
         samples = dock.open_batch(1, flow.make_prompts(), flow.GROUP_SIZE)
-        flow.generate(samples, samples.deal_generation(), response_of)
+        flow.generate(samples, samples.rows.deal_generation(), response_of)
         AdapterLogprobsStage(engine)(samples)
-        assert samples.ready_portions(WorkerState.REFERENCE) == samples.ready_portions(WorkerState.OLD_LOGPROBS) == []
+        assert (
+            samples.rows.ready_portions(WorkerState.REFERENCE)
+            == samples.rows.ready_portions(WorkerState.OLD_LOGPROBS)
+            == []
+        )
         batch = samples.read(range(flow.NUM_ROWS), {"prompt_ids", "response_ids", *COLUMNS})
         rows = token_rows(batch, LORA)
         torch.testing.assert_close(batch.values("old_logprobs"), engine.score(rows).logprobs_R.cpu())

@@ -72,7 +72,7 @@ class Taken:
     group_size, step, num_dropped = 2, 0, {}
 
     def __init__(self, batch: Batch):
-        self.batch = batch
+        self.batch, self.rows = batch, self
         self.dropped: dict[str, list[int]] = {}
         self.advantages: dict[int, list[float]] = {}
 

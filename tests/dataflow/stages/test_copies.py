@@ -111,7 +111,7 @@ def after_critics_update(world: World, layout: UpdateLayout, make):
     engine = engine_of(world, layout, model, RandomWeights(model, seed=0), rating="token_values")
     batch, recorder = make(test_critic.rows_of_step()), Recorder()
     samples = test_critic.Taken(mine(batch, engine))
-    samples.rows_of_step = samples.groups_to_train = np.arange(len(batch))
+    samples.rows.to_train = samples.rows.groups_to_train = np.arange(len(batch))
     CriticUpdateStage(engine, CriticConfig(clip=0.3), test_update.ONCE, recorder)(samples)
     return merge(gather_bytes(encode(recorder.drain()))), dict(engine.whole_weights(torch.float32))
 

@@ -69,8 +69,8 @@ class Taken:
     """One step's samples, of which this rank took some rows."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(len(LENGTHS)), 1, 7
-        self.groups_to_train = self.rows_of_step
+        self.batch, self.to_train, self.group_size, self.step = batch, np.arange(len(LENGTHS)), 1, 7
+        self.groups_to_train, self.rows = self.to_train, self
 
     def reads(self, state):
         return {*self.batch.names, "advantages"}

@@ -23,7 +23,7 @@ class OneTake:
     """Samples of which this rank takes all at once, and that keep what is put."""
 
     def __init__(self, batch: Batch):
-        self.batch = batch
+        self.batch, self.rows = batch, self
 
     def ready_portions(self, state):
         return [self.batch.rows]

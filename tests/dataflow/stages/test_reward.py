@@ -57,10 +57,10 @@ class Generated:
     group_size = 1
 
     def __init__(self, step: int, rows: range):
-        self.step, self.rows = step, rows
+        self.step, self.rows, self._generated = step, self, rows
 
     def take_generated(self, state):
-        return list(self.rows)
+        return list(self._generated)
 
     def put(self, state, batch): ...
 

@@ -18,6 +18,10 @@ class Step:
     prompts: list[Prompt]
     group_size: int = 2
 
+    @property
+    def rows(self):
+        return self
+
 
 def test_each_row_gets_the_prompt_of_its_group_and_keeps_its_response():
     prompts = [Prompt(str(at), [1], "", None, {"hint": hint}, "") for at, hint in enumerate(["ab", "c", "defg"])]

@@ -37,8 +37,8 @@ class Taken:
     """The samples of one step as the update state sees them: `batch` of all."""
 
     def __init__(self, batch: Batch, num_rows: int):
-        self.batch, self.rows_of_step, self.group_size, self.step = batch, np.arange(num_rows), 1, 7
-        self.groups_to_train = self.rows_of_step
+        self.batch, self.to_train, self.group_size, self.step = batch, np.arange(num_rows), 1, 7
+        self.groups_to_train, self.rows = self.to_train, self
 
     def take(self, state):
         return self.batch.select(range(len(self.batch)))
@@ -164,6 +164,6 @@ def test_log_probs_that_agree_stand_in_for_the_old_ones():
 def test_mini_batches_are_equal_parts_of_the_prompts_that_are_left():
     samples = Taken(Batch.of_rows([2, 9, 4, 7]), 12)
     samples.groups_to_train = np.array([2, 4, 7, 9])
-    assert mini_batch_of_rows(samples.batch, samples, 2).tolist() == [0, 1, 0, 1]
+    assert mini_batch_of_rows(samples.batch.rows, samples, 2).tolist() == [0, 1, 0, 1]
     samples.groups_to_train = np.array([], dtype=np.int64)
-    assert mini_batch_of_rows(Batch.of_rows([]), samples, 2).tolist() == []
+    assert mini_batch_of_rows(Batch.of_rows([]).rows, samples, 2).tolist() == []

@@ -10,6 +10,7 @@ from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.row_lives import Accounting
 from spmdrl.dataflow.samples.samples import DockParts, Samples
+from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.dataflow.samples.store.shared_memory import open_pool
 from spmdrl.dataflow.samples.store.warehouse import OneNode, Warehouse
 from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
@@ -81,7 +82,12 @@ class TransferDock:
         """
         if self._open is not None:
             raise ValueError(f"the batch of step {self._open.step} is still open; close it before opening step {step}")
-        self._open = Samples(self._parts, step, prompts, group_size, holders)
+        parts = self._parts
+        rows = StepRows(
+            parts.needs_by_state, parts.rules, step, prompts, group_size,
+            expected_G=parts.history.expected(prompts), holders=holders,
+        )  # fmt: skip
+        self._open = Samples(parts, rows)
         return self._open
 
     def close_batch(self, samples: Samples) -> Accounting:
@@ -91,8 +97,9 @@ class TransferDock:
         become invalid.
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
-        accounting = samples.account()
-        self._parts.history.observe(samples.prompts, samples.response_lengths.reshape(-1, samples.group_size))
+        rows = samples.rows
+        accounting = rows.lives.settled()
+        self._parts.history.observe(rows.prompts, rows.response_lengths.reshape(-1, rows.group_size))
         # A slow rank may still read rows that this one no longer needs.
         barrier()
         self._parts.warehouse.clear()

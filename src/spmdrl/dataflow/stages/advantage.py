@@ -57,7 +57,7 @@ class AdvantageStage:
         if (copies_B := credit.copies(inputs)) is not None:
             inputs.columns.put_dense(COPIES, copies_B)
         left_out = credit.select(inputs)
-        self._count(samples.num_dropped, drop_left_out(samples, left_out, rows, batch.rows))
+        self._count(samples.rows.num_dropped, drop_left_out(samples, left_out, rows, batch.rows))
         kept = is_left(left_out, len(rows)).nonzero().squeeze(1)
         if kept.numel():
             of_rows = [name for name in ("response_ids", TURNS) if name in batch]
@@ -107,7 +107,7 @@ def drop_left_out(
 
 def _rewards_of_step(samples: Samples, rows: Tensor, inputs: CreditInputs) -> tuple[Tensor, Tensor]:
     """Rewards and groups of all rows that were rewarded, beside `rows` of those that generation dropped. Collective."""
-    if not samples.num_dropped:
+    if not samples.rows.num_dropped:
         return inputs.rewards_B, inputs.groups_B
     dropped = samples.read_dropped(["reward"])
     all_rows = torch.cat([rows, _gathered(dropped.rows)])

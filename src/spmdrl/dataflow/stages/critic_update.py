@@ -41,9 +41,9 @@ class CriticUpdateStage:
 
     def __call__(self, samples: Samples) -> None:
         # Rows wait for their advantages, since those that get none are dropped; the critic itself needs none.
-        batch = samples.take(self.state, samples.reads(self.state) - {"advantages"})
+        batch = samples.take(self.state, samples.rows.reads(self.state) - {"advantages"})
         self._report_fit(batch)
-        part_B = mini_batch_of_rows(batch, samples, self.plan.updates_per_epoch)
+        part_B = mini_batch_of_rows(batch.rows, samples.rows, self.plan.updates_per_epoch)
         for _ in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 self._one_update(batch.select((part_B == part).nonzero().squeeze(1)))

@@ -46,7 +46,7 @@ class ScoreStage:
         self.seen = seen
 
     def __call__(self, samples: Samples) -> None:
-        portions = samples.ready_portions(self.state)
+        portions = samples.rows.ready_portions(self.state)
         if portions:
             with self.presence():
                 for rows in portions:
@@ -86,7 +86,7 @@ class AdapterLogprobsStage(ScoreStage):
 
     def _score_portion(self, samples: Samples, rows: Integers) -> None:
         batch = samples.take(self.state, among=rows)
-        samples.claim_alike(WorkerState.OLD_LOGPROBS, self.state)
+        samples.rows.claim_alike(WorkerState.OLD_LOGPROBS, self.state)
         found = self.engine.score_with_and_without_adapters(token_rows(batch, self.engine.config))
         rated = {WorkerState.OLD_LOGPROBS: found.with_R, self.state: found.without_R}
         for state, logprobs_R in rated.items():

@@ -84,7 +84,7 @@ class JudgeStage:
         batch = samples.take(self.state)
         rows, responses = batch.rows.tolist(), batch.to_lists("response_ids")
         questions = [
-            self._question(samples.prompt_of(row), self._decode(response))
+            self._question(samples.rows.prompt_of(row), self._decode(response))
             for row, response in zip(rows, responses, strict=True)
         ]
         scores = self._judge.scores(questions, self._recorder)

@@ -71,7 +71,7 @@ class RewardStage:
 
         Raises RewardFailure on every rank when more than `reward.max_error_rate` of the step's calls failed so far.
         """
-        rows = samples.take_generated(self.state)
+        rows = samples.rows.take_generated(self.state)
         # Groups that go on in a later step aren't among them; their rewards wait in the pool.
         groups = [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
         if self._timeline is not None and (generated := self._timeline.end_of("generation", samples.step)) is not None:

@@ -16,8 +16,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES, length_column
+from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.training.batching.packed_rows import OTHER_TOKENS, TokenRows
 from spmdrl.engines.training.routing.routers import experts_of_rows
@@ -110,10 +110,10 @@ def _positions(starts_B: Tensor, lengths_B: Tensor) -> Tensor:
     return starts_B.repeat_interleave(lengths_B) + within
 
 
-def mini_batch_of_rows(batch: Batch, samples: Samples, num_parts: int) -> Tensor:
+def mini_batch_of_rows(rows_B: Tensor, step: StepRows, num_parts: int) -> Tensor:
     """The mini-batch [B] of each row: a range of the prompts to train on, so the same on any number of ranks."""
-    groups = torch.from_numpy(samples.groups_to_train)
-    place_B = torch.searchsorted(groups, batch.rows // samples.group_size)
+    groups = torch.from_numpy(step.groups_to_train)
+    place_B = torch.searchsorted(groups, rows_B // step.group_size)
     return place_B * num_parts // max(len(groups), 1)
 
 

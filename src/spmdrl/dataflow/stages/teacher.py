@@ -47,7 +47,7 @@ class TeachersPrompts:
     def in_place(self, batch: Batch, samples: Samples) -> Batch:
         """The rows with the teacher's prompts in place of the policy's."""
         groups, place_B = (batch.rows // samples.group_size).unique(return_inverse=True)
-        tokenized = self._tokenized([samples.prompts[group] for group in groups.tolist()])
+        tokenized = self._tokenized([samples.rows.prompts[group] for group in groups.tolist()])
         ids, offsets = torch.from_numpy(tokenized.ids), torch.from_numpy(tokenized.offsets)
         seen = batch.select(range(len(batch)))
         seen.put_ragged("prompt_ids", *gather_ragged_rows(ids, offsets, place_B))

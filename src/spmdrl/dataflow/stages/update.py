@@ -95,14 +95,14 @@ class UpdateStage:
         version = self.engine.update_count
         if self._is_first_of_copy:
             record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)
-        rows, size = samples.rows_of_step, samples.group_size
-        is_trained = np.isin(rows // size, samples.groups_to_train)
+        rows, size = samples.rows.to_train, samples.group_size
+        is_trained = np.isin(rows // size, samples.rows.groups_to_train)
         # A prompt that was left out has no advantages to look at.
         self.shown.begin_step(np.concatenate([rows[is_trained], rows[~is_trained]]), size)
         if samples.step < self.plan.first_step:
             samples.commit(self.state)
             return
-        part_B = mini_batch_of_rows(batch, samples, self.plan.updates_per_epoch)
+        part_B = mini_batch_of_rows(batch.rows, samples.rows, self.plan.updates_per_epoch)
         for epoch in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 chosen = batch.select((part_B == part).nonzero().squeeze(1))

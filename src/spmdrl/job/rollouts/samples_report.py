@@ -51,9 +51,9 @@ class SamplesReport(StageHook):
         self._records.write(samples.step)
         if not self._logs.world.is_main or not self._shown.rows:
             return
-        turns = samples.reads(WorkerState.UPDATE) & {TURNS}
+        turns = samples.rows.reads(WorkerState.UPDATE) & {TURNS}
         batch = samples.read(self._shown.rows, [*COLUMNS, *turns])
-        trained = [row for row in self._shown.rows if samples.is_trained(row)]
+        trained = [row for row in self._shown.rows if samples.rows.is_trained(row)]
         advantages = dict(zip(trained, samples.read(trained, ["advantages"]).to_lists("advantages"), strict=True))
         records = [
             self._record(samples, batch.select([place]), advantages.get(row))
@@ -75,7 +75,7 @@ class SamplesReport(StageHook):
                 ids, own, advantages or [None] * len(ids), one.values("rollout_logprobs").tolist(), trained, strict=True
             )
         ]
-        prompt = samples.prompt_of(row)
+        prompt = samples.rows.prompt_of(row)
         return SampleRecord(
             step=samples.step,
             row=row,

@@ -114,7 +114,7 @@ class Run:
             self.stage(samples)
             self.reward(samples)
             self.num_scored.append(sum(map(len, noted.CALLS)))
-            seen = samples.read(samples.rows_of_step, self.columns)
+            seen = samples.read(samples.rows.to_train, self.columns)
             lists = {
                 name: seen.to_lists(name) if seen.is_ragged(name) else seen.dense(name).tolist() for name in seen.names
             }

@@ -52,7 +52,7 @@ class Generating:
         self.rank, self.portions, self.clock = world.rank, portions, clock
 
     def __call__(self, samples: Samples) -> None:
-        rows, chance = samples.deal_generation(), random.Random(f"{self.clock} {samples.step} {self.rank}")
+        rows, chance = samples.rows.deal_generation(), random.Random(f"{self.clock} {samples.step} {self.rank}")
         random.Random(samples.step).shuffle(rows)
         self.portions.open(samples, len(rows))
         for row in rows:
@@ -122,7 +122,7 @@ def test_only_a_wait_that_is_left_is_worked_in_and_hideable_is_what_waits_could_
     needs = needs_by_state({"ref_logprobs", "rollout_logprobs"})
     with TransferDock(ONE_RANK, needs, DockConfig(20.0)) as dock:
         samples = dock.open_batch(1, make_prompts(), GROUP_SIZE)
-        rows = samples.deal_generation()
+        rows = samples.rows.deal_generation()
         portions.open(samples, len(rows))
         portions.add([response_to(row) for row in rows])
         portions.until(Answer(0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.catalogue import Catalogue, RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.row_lives import RowLives, RowStatus
-from spmdrl.dataflow.samples.schema import RULES, columns_mask, names_of_mask
-from spmdrl.nouns.batch import Batch, Integers, WorkerState
+from spmdrl.dataflow.samples.schema import PROMPT_COLUMNS, RULES, columns_mask, names_of_mask
+from spmdrl.dataflow.samples.store.warehouse import Warehouse
+from spmdrl.nouns.batch import Batch, Integers
 
 Arrays = dict[str, NDArray[np.generic]]
+LIVES = "rows.safetensors"
+_NODE_FILES = "node_*.safetensors"
 
 
 def snapshot(lives: RowLives) -> Arrays:
@@ -36,7 +39,6 @@ def snapshot(lives: RowLives) -> Arrays:
     reasons = {reason: rows for reason, rows in sorted(catalogue.rows_by_reason().items()) if rows.size}
     out: Arrays = {
         "batch": np.array([lives.step, catalogue.num_rows, catalogue.group_size], dtype=np.int64),
-        "has_home": np.ones(catalogue.num_rows, dtype=np.bool_),
         "reasons": np.frombuffer(json.dumps(list(reasons)).encode(), dtype=np.uint8),
     }
     out |= {f"dropped/{number}": rows for number, rows in enumerate(reasons.values())}
@@ -59,41 +61,36 @@ def _refuse_half_made(lives: RowLives) -> None:
             )
 
 
-def restored(needs_by_state: Mapping[WorkerState, frozenset[str]], saved: Arrays, homes: Integers) -> RowLives:
-    """The lives that `snapshot` saved, with rows in new homes [num_rows].
+def restored(saved: Arrays, fresh: RowLives) -> RowLives:
+    """The lives that `snapshot` saved, in place of `fresh` ones of the same step, with rows in the homes of those.
 
-    Raises ValueError for another set of worker states than the saved one.
+    Raises ValueError for another step, or another set of rows or worker states than the saved one.
     """
-    step, _, group_size = saved["batch"].tolist()
+    shape, catalogue = saved["batch"].tolist(), fresh.catalogue
+    expected = [fresh.step, catalogue.num_rows, catalogue.group_size]
+    if shape != expected:
+        raise ValueError(f"saved were step, rows and responses per prompt {shape}, but they are {expected}")
     kept = sorted(key.removeprefix("consumed/") for key in saved if key.startswith("consumed/"))
-    wanted = sorted(state.value for state in needs_by_state)
+    wanted = sorted(state.value for state in fresh.controllers)
     if kept != wanted:
         raise ValueError(f"rows were saved with states {', '.join(kept)}, but the run has {', '.join(wanted)}")
-    lives = RowLives(needs_by_state, homes, step=step, group_size=group_size)
-    for name in saved_columns(saved):
+    needs = {state: controller.needs for state, controller in fresh.controllers.items()}
+    lives = RowLives(needs, catalogue.homes, step=fresh.step, group_size=catalogue.group_size)
+    for name in (key.removeprefix("has/") for key in saved if key.startswith("has/")):
         rows, columns = np.flatnonzero(saved[f"has/{name}"]), columns_mask([name])
         lengths = {key: saved[f"lengths/{key}"].astype(np.int64)[rows] for key in announced_lengths(columns)}
         lives.observe([RowMetadata(rows, columns, lengths)])
     for number, reason in enumerate(json.loads(saved["reasons"].tobytes())):
         lives.catalogue.drop(saved[f"dropped/{number}"], reason)
-    for state in needs_by_state:
-        lives.controllers[state].resume(saved[f"consumed/{state.value}"])
+    for state, controller in lives.controllers.items():
+        controller.resume(saved[f"consumed/{state.value}"])
     return lives
 
 
-def saved_columns(saved: Arrays) -> list[str]:
-    """The columns that rows had when they were saved."""
-    return [key.removeprefix("has/") for key in saved if key.startswith("has/")]
-
-
-LIVES = "rows.safetensors"
-_NODE_FILES = "node_*.safetensors"
-
-
-def write_lives(folder: Path, arrays: Arrays) -> Path:
-    """Write what `snapshot` gave."""
+def write_lives(folder: Path, lives: RowLives) -> Path:
+    """Write the rows' lives, which all ranks have, for `read_lives`."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_arrays(arrays, folder / LIVES)
+    save_arrays(snapshot(lives), folder / LIVES)
     return folder / LIVES
 
 
@@ -101,28 +98,45 @@ def read_lives(folder: Path) -> Arrays:
     return load_arrays(folder / LIVES)
 
 
-def write_columns(folder: Path, node: int, columns: Iterator[Batch]) -> Path:
-    """Write batches of one column each into the node's file."""
+def write_columns(folder: Path, node: int, catalogue: Catalogue, rows: Integers, warehouse: Warehouse) -> Path:
+    """Write what a node's rows have, but for the prompts, which the next job reads again, into the node's file."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    for batch in columns:
-        (name,) = batch.names
+    for name, having in _columns_of(catalogue, rows):
+        batch = warehouse.get(having, [name])
         tensors |= {f"{name}/rows": batch.rows.clone()} | column_tensors(batch)
     path = folder / f"node_{node:04d}.safetensors"
     save_file(tensors, path)
     return path
 
 
-def read_columns(folder: Path, rows: Integers) -> Iterator[Batch]:
-    """What all nodes wrote of these rows, in batches of one column each."""
+def read_columns(folder: Path, catalogue: Catalogue, rows: Integers) -> Iterator[Batch]:
+    """What all nodes wrote of these rows, in batches of one column each.
+
+    Raises ValueError at the end if a column is missing that the catalogue has of a row.
+    """
+    missing = dict(_columns_of(catalogue, rows))
     for path in sorted(folder.glob(_NODE_FILES)):
         with safe_open(path, framework="pt") as file:
-            for key in sorted(key for key in file.keys() if key.endswith("/rows")):
-                batch = Batch(file.get_tensor(key))
-                read_column(batch, file, key.removesuffix("/rows"))
+            for name in sorted(key.removesuffix("/rows") for key in file.keys() if key.endswith("/rows")):
+                batch = Batch(file.get_tensor(f"{name}/rows"))
+                read_column(batch, file, name)
                 here = np.flatnonzero(np.isin(batch.rows.numpy(), rows))
                 if here.size:
-                    yield batch.select(torch.from_numpy(here))
+                    batch = batch.select(torch.from_numpy(here))
+                    missing[name] = np.setdiff1d(missing.get(name, ()), batch.rows.numpy())
+                    yield batch
+    for name, lacking in missing.items():
+        if lacking.size:
+            raise ValueError(f"{folder} lacks {name} of row {lacking[0]}; a node's file is missing or another")
+
+
+def _columns_of(catalogue: Catalogue, rows: Integers) -> Iterator[tuple[str, Integers]]:
+    """The columns of these rows but for the prompts, each with those that have it."""
+    columns = catalogue.columns[rows]
+    for name in names_of_mask(int(np.bitwise_or.reduce(columns, initial=0))):
+        if name not in PROMPT_COLUMNS:
+            yield name, rows[(columns & columns_mask([name])) != 0]
 
 
 def column_tensors(batch: Batch, prefix: str = "") -> dict[str, Tensor]:

@@ -53,11 +53,11 @@ class GenerationStage:
     """scores rows that have ended while others wait for the environment"""
 
     def __call__(self, samples: Samples) -> None:
-        rows, size = samples.deal_generation(), samples.group_size
+        rows, size = samples.rows.deal_generation(), samples.group_size
         groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
         # Where not all rows run at once, the longest ones begin first, so that few run alone at the end.
-        groups.sort(key=lambda group: samples.expected_length(group[0]), reverse=True)
-        prompts = [samples.prompt_of(group[0]) for group in groups]
+        groups.sort(key=lambda group: samples.rows.expected_length(group[0]), reverse=True)
+        prompts = [samples.rows.prompt_of(group[0]) for group in groups]
         requests = [
             Request(group, tuple(prompt.prompt_ids), self._seeds(samples.step, group), self.sampling)
             for group, prompt in zip(groups, prompts, strict=True)
@@ -85,7 +85,7 @@ class GenerationStage:
             self._put(samples, whole)
         self._commit(samples)
         # The same on every rank; where a step generates more than once, that of its most uneven deal.
-        self.recorder.maximum("generation/imbalance", samples.generation_imbalance())
+        self.recorder.maximum("generation/imbalance", samples.rows.generation_imbalance())
 
     def _seeds(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(row_seed(self.seed, step, row) for row in rows)

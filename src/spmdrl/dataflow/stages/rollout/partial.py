@@ -15,6 +15,7 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
+from spmdrl.dataflow.samples.row_lives import DEFERRED
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, row_seed, run_rollout, token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
@@ -81,12 +82,12 @@ class PartialGenerationStage(GenerationStage):
     """joins the replicas that step together"""
 
     def __call__(self, samples: Samples) -> None:
-        rows, size, rules = samples.deal_generation(), samples.group_size, self.carried.rules
+        rows, size, rules = samples.rows.deal_generation(), samples.group_size, self.carried.rules
         groups = self.carried.of_step(samples.step)
-        dealt = {rank: (share[::size] // size).tolist() for rank, share in samples.generation_shares().items()}
+        dealt = {rank: (share[::size] // size).tolist() for rank, share in samples.rows.shares[self.state].items()}
         own = [self._own_group(samples, groups, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
         quota = self._quota(groups, dealt)
-        stops_early = samples.num_rows > rules.num_wanted * size
+        stops_early = samples.rows.num_rows > rules.num_wanted * size
         self._open_portions(samples, quota.number * size)
         left: dict[int, Batch] = {}
         stop = StopPoint(self.mesh)
@@ -105,7 +106,7 @@ class PartialGenerationStage(GenerationStage):
                 else:
                     left[group.serial] = packed(responses)
                     if self.mesh.is_leader:
-                        samples.mark_deferred(group.rows)
+                        samples.mark_dropped(group.rows, DEFERRED)
             self._put(samples, whole)
         self._commit(samples)
         self._carry_over(samples, groups, dealt, left)
@@ -116,7 +117,7 @@ class PartialGenerationStage(GenerationStage):
         is_carried = number < len(groups.carried)
         begun = unpacked(self.carried.responses(serial), rows) if is_carried else nothing_yet(rows)
         seeds = seeds_of_group(self.seed, serial, self.carried.rules.num_wanted, samples.group_size)
-        return OwnGroup(serial, groups.rounds[number], samples.prompts[number], seeds, begun)
+        return OwnGroup(serial, groups.rounds[number], samples.rows.prompts[number], seeds, begun)
 
     def _quota(self, groups: StepGroups, dealt: Mapping[int, Sequence[int]]) -> Quota:
         """How many of its groups this rank's replica is to finish; `dealt` are the groups of each rank."""
@@ -159,7 +160,7 @@ class PartialGenerationStage(GenerationStage):
     ) -> None:
         """Record, on every rank alike, which groups go on and where."""
         size, rules = samples.group_size, self.carried.rules
-        trained = set((samples.rows_of_step[::size] // size).tolist())
+        trained = set((samples.rows.to_train[::size] // size).tolist())
         holders = {number: rank for rank, numbers in dealt.items() for number in numbers}
         assert len(trained) == rules.num_wanted, (len(trained), rules)
         going_on = [

@@ -17,6 +17,7 @@ from torch import Tensor
 from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import refill_size
+from spmdrl.dataflow.samples.row_lives import DEFERRED
 from spmdrl.dataflow.samples.schema import rule_of
 from spmdrl.dataflow.stages.advantage import drop_left_out, is_left, of_all_ranks
 from spmdrl.dataflow.stages.rows import credit_inputs
@@ -59,15 +60,15 @@ class Refill:
         while len(groups) < rules.num_wanted and num_attempts <= rules.num_refills:
             num_attempts += 1
             first, num_begun = num_begun, num_begun + refill_size(rules.num_wanted, num_begun, len(groups))
-            samples.admit(range(first, num_begun))
+            samples.rows.admit(range(first, num_begun))
             yield
-            own.extend(samples.generation_shares().get(self.mesh.rank, ()))
+            own.extend(samples.rows.share(WorkerState.GENERATION).tolist())
             rows, left_out = self._selected(samples, own)
             groups = (rows[is_left(left_out, len(rows))] // size).unique()
         left_out |= {SURPLUS: torch.isin(rows // size, groups[rules.num_wanted :])}
         drop_left_out(samples, left_out, rows, torch.tensor(own, dtype=torch.int64))
         if self.mesh.rank == 0:
-            samples.mark_deferred(range(num_begun * size, samples.num_rows))
+            samples.mark_dropped(range(num_begun * size, samples.rows.num_rows), DEFERRED)
         samples.commit(WorkerState.GENERATION)
         self.carried.num_passed += num_begun - rules.num_wanted
         self.recorder.alike("refill/attempts", num_attempts)
@@ -77,7 +78,7 @@ class Refill:
     def _selected(self, samples: Samples, own: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """All rows so far, and which of them the algorithm leaves out, by the reason; `own` are this rank's."""
         made_by_now = (WorkerState.GENERATION, WorkerState.REWARD)
-        names = [name for name in samples.reads(WorkerState.ADVANTAGE) if rule_of(name).made_by in made_by_now]
+        names = [name for name in samples.rows.reads(WorkerState.ADVANTAGE) if rule_of(name).made_by in made_by_now]
         columns = sorted(self.algorithm.columns_for_credit().intersection(names))
         inputs = credit_inputs(samples.read(own, names), columns, samples.group_size, self.settings)
         rows, of_all = of_all_ranks(replace(inputs, step=samples.step))
