@@ -13,17 +13,11 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
-from spmdrl.dataflow.stages.rows import (
-    ModelTokens,
-    copies_of,
-    mini_batch_of_rows,
-    put_copies_per_token,
-    token_rows,
-)
+from spmdrl.dataflow.stages.rows import copies_of, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns.batch import Batch, WorkerState
+from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.role_configs import CriticConfig
 from spmdrl.observability.metrics import Recorder
 
@@ -42,35 +36,31 @@ class CriticUpdateStage:
     def __call__(self, samples: Samples) -> None:
         # Rows wait for their advantages, since those that get none are dropped; the critic itself needs none.
         batch = samples.take(self.state, samples.rows.reads(self.state) - {"advantages"})
-        self._report_fit(batch)
+        rows, copies_B = token_rows(batch, self.engine.config, ("values", "returns", COPIES)), copies_of(batch)
+        self._report_fit(rows, copies_B)
         part_B = mini_batch_of_rows(batch.rows, samples.rows, self.plan.updates_per_epoch)
         for _ in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
-                self._one_update(batch.select((part_B == part).nonzero().squeeze(1)))
+                members = (part_B == part).nonzero().squeeze(1)
+                self._one_update(rows.select(members), copies_B[members])
         samples.commit(self.state)
 
-    def _one_update(self, batch: Batch) -> None:
+    def _one_update(self, rows: TokenRows, copies_B: Tensor) -> None:
         """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
-        (num_tokens,) = self.engine.sum_over_rows([int((ModelTokens.of(batch).lengths_B * copies_of(batch)).sum())])
+        (num_tokens,) = self.engine.sum_over_rows([int((rows.response_offsets.diff() * copies_B).sum())])
         if num_tokens == 0:
             self.recorder.alike("critic/skipped", 1)
             return
-        put_copies_per_token(batch)
-        names = [name for name in ("values", "returns", COPIES) if name in batch]
-        rows = token_rows(batch, self.engine.config, names)
         result = self.engine.update(rows, ValueLoss(num_tokens, self.config.clip))
         self.recorder.mean("critic/loss", result.loss)
         self.recorder.mean("critic/grad_norm", result.grad_norm)
         self.recorder.mean("critic/lr", result.lr)
         self.recorder.alike("critic/skipped", result.skipped)
 
-    def _report_fit(self, batch: Batch) -> None:
+    def _report_fit(self, rows: TokenRows, copies_B: Tensor) -> None:
         """How well the values before the update fit the returns. Collective over the data axes."""
-        tokens = ModelTokens.of(batch)
-        copies_R = copies_of(batch).repeat_interleave(tokens.lengths_B)
-        values_R, returns_R = (
-            tokens.pick(batch.values(name)).repeat_interleave(copies_R) for name in ("values", "returns")
-        )
+        copies_R = copies_B.repeat_interleave(rows.response_offsets.diff())
+        values_R, returns_R = (rows.response[name].repeat_interleave(copies_R) for name in ("values", "returns"))
         explained = explained_variance(values_R, returns_R, self.engine.mesh.data.sum)
         if explained is not None:
             self.recorder.mean("critic/explained_variance", explained)

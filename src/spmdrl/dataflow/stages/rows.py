@@ -87,13 +87,6 @@ def copies_of(batch: Batch) -> Tensor:
     return batch.dense(COPIES).long() if COPIES in batch else torch.ones_like(batch.rows)
 
 
-def put_copies_per_token(batch: Batch) -> None:
-    """Turn the column `copies`, where there is one, into one value per response token."""
-    if COPIES in batch:
-        offsets = batch.offsets("response_ids")
-        batch.put_ragged(COPIES, batch.dense(COPIES).float().repeat_interleave(offsets.diff()), offsets)
-
-
 def _join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:
     """Values and offsets of rows that hold `first`'s run, then `second`'s."""
     first_lengths, second_lengths = batch.lengths(first), batch.lengths(second)
@@ -122,11 +115,12 @@ def token_rows(
 ) -> TokenRows:
     """Prompt and response of each row as one run, with the named columns for each response token of the model.
 
-    Where the batch has the experts of its tokens, the rows have them too, as `model` uses them.
+    Those that the batch lacks are left out. Where it has the experts of its tokens, the rows have them too, as `model`
+    uses them.
     """
     tokens_T, offsets = _join_ragged(batch, "prompt_ids", "response_ids")
     model_tokens = ModelTokens.of(batch)
-    response = {name: model_tokens.pick(_by_token(batch, name)) for name in response_columns}
+    response = {name: _by_token(batch, name, model_tokens) for name in response_columns if name in batch}
     if TOP_IDS in response:
         response[OTHER_TOKENS] = response.pop(TOP_IDS).long()
     experts_TLC = None
@@ -138,10 +132,14 @@ def token_rows(
     return TokenRows(tokens_T.long(), offsets, prompt_lengths_B, response, experts_TLC, is_model_T, unit_size)
 
 
-def _by_token(batch: Batch, name: str) -> Tensor:
-    """One value per response token, or [tokens, J] of a column with several."""
+def _by_token(batch: Batch, name: str, model_tokens: ModelTokens) -> Tensor:
+    """One value per token of the model, or [R, J] of a column with several; a row's value, as float32, for all its."""
+    if not batch.is_ragged(name):
+        return batch.dense(name).float().repeat_interleave(model_tokens.lengths_B)
     values, num_tokens = batch.values(name), batch.values("response_ids").numel()
-    return values.view(num_tokens, values.numel() // max(num_tokens, 1)) if name in _SEVERAL_PER_TOKEN else values
+    if name in _SEVERAL_PER_TOKEN:
+        values = values.view(num_tokens, values.numel() // max(num_tokens, 1))
+    return model_tokens.pick(values)
 
 
 def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:

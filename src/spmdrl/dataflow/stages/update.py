@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,15 +16,9 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
-from spmdrl.dataflow.stages.rows import (
-    ModelTokens,
-    copies_of,
-    mini_batch_of_rows,
-    put_copies_per_token,
-    token_rows,
-)
+from spmdrl.dataflow.stages.rows import ModelTokens, copies_of, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update_report import ROW, ShownRows, mismatch, record_lags
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
+from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.nouns.batch import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 from spmdrl.observability.metrics import Recorder
@@ -87,41 +81,44 @@ class UpdateStage:
 
     def __call__(self, samples: Samples, learner: Learner, hooks: Sequence[LossHook] = ()) -> None:
         """Each of `hooks` is called with the learner and the loss of each micro-batch."""
-        for_loss = learner.columns_for_loss(self.plan.num_updates)
-        columns = sorted(update_columns(for_loss, self.plan.agreement))
-        stands_in = OLD_LOGPROBS in for_loss - set(columns)
+        columns = update_columns(learner.columns_for_loss(self.plan.num_updates), self.plan.agreement)
         batch = samples.take(self.state)
         self.shown.take(batch)
         version = self.engine.update_count
         if self._is_first_of_copy:
             record_lags(self.recorder, ModelTokens.of(batch).pick(batch.values("versions")), version)
-        rows, size = samples.rows.to_train, samples.group_size
-        is_trained = np.isin(rows // size, samples.rows.groups_to_train)
+        numbers, size = samples.rows.to_train, samples.group_size
+        is_trained = np.isin(numbers // size, samples.rows.groups_to_train)
         # A prompt that was left out has no advantages to look at.
-        self.shown.begin_step(np.concatenate([rows[is_trained], rows[~is_trained]]), size)
+        self.shown.begin_step(np.concatenate([numbers[is_trained], numbers[~is_trained]]), size)
         if samples.step < self.plan.first_step:
             samples.commit(self.state)
             return
+        rows, copies_B = self._rows_for(learner, columns, batch), copies_of(batch)
         part_B = mini_batch_of_rows(batch.rows, samples.rows, self.plan.updates_per_epoch)
         for epoch in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
-                chosen = batch.select((part_B == part).nonzero().squeeze(1))
-                if stands_in:
-                    chosen.put_ragged(OLD_LOGPROBS, chosen.values("rollout_logprobs"), chosen.offsets("response_ids"))
+                members = (part_B == part).nonzero().squeeze(1)
                 old = self._trainers_old(columns, is_first=epoch == part == 0)
                 loss = PolicyLoss(learner, version, old, self.shown if epoch == 0 else None, hooks)
-                result = self._one_update(chosen, sorted({*columns, *for_loss}), loss)
+                result = self._one_update(rows.select(members), copies_B[members], loss)
                 if result is not None and self.plan.agreement != "measured":
                     check_agreement(result.maxima.get("mismatch/abs_max", 0.0), samples.step)
         self.shown.gather()
         samples.commit(self.state)
 
-    def _one_update(self, batch: Batch, columns: list[str], loss: PolicyLoss) -> UpdateResult | None:
+    def _rows_for(self, learner: Learner, columns: frozenset[str], batch: Batch) -> TokenRows:
+        """All rows with what the loss reads of their tokens, but for the weights, which depend on an update's rows."""
+        rows = token_rows(batch, self.engine.config, [*sorted(columns), COPIES], unit_size=learner.unit_size)
+        more = {ROW: batch.rows.repeat_interleave(rows.response_offsets.diff())}
+        if OLD_LOGPROBS in learner.columns_for_loss(self.plan.num_updates) - columns:
+            more[OLD_LOGPROBS] = rows.response["rollout_logprobs"]
+        return replace(rows, response=rows.response | more)
+
+    def _one_update(self, rows: TokenRows, copies_B: Tensor, loss: PolicyLoss) -> UpdateResult | None:
         """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
-        learner = loss.learner
-        model_tokens = ModelTokens.of(batch)
-        lengths_B = model_tokens.lengths_B
-        has_signal_B, copies_B = rows_with_signal(batch), copies_of(batch)
+        learner, lengths_B = loss.learner, rows.response_offsets.diff()
+        has_signal_B = rows_with_signal(rows.response["advantages"], lengths_B)
         counts = [int((lengths_B * copies_B).sum()), int(copies_B.sum()), int(copies_B[has_signal_B].sum())]
         num_tokens, num_rows, num_with_signal = self.engine.sum_over_rows(counts)
         if num_rows == 0:
@@ -131,15 +128,11 @@ class UpdateStage:
         # The weights count all rows, those that are left out below too: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
         weights_R = learner.token_weights(lengths_B, scope) * copies_B.repeat_interleave(lengths_B)
-        batch.put_ragged("weights", model_tokens.spread(weights_R.float()), batch.offsets("response_ids"))
-        put_copies_per_token(batch)
-        self.shown.mark(batch)
+        rows = replace(rows, response=rows.response | {"weights": weights_R.float()})
         # Where no row has a signal the optimizer still makes its step, because of its momentum.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
-            batch = batch.select(has_signal_B.nonzero().squeeze(1))
-        self.recorder.total("update/rows", len(batch) if self._is_first_of_copy else 0)
-        names = [name for name in (*columns, "weights", ROW, COPIES) if name in batch]
-        rows = token_rows(batch, self.engine.config, names, unit_size=learner.unit_size)
+            rows = rows.select(has_signal_B.nonzero().squeeze(1))
+        self.recorder.total("update/rows", len(rows) if self._is_first_of_copy else 0)
         result = self.engine.update(rows, loss)
         self._report(result)
         return result
@@ -176,10 +169,10 @@ class UpdateStage:
         self.recorder.alike("update/without_rows", without_rows)
 
 
-def rows_with_signal(batch: Batch) -> Tensor:
+def rows_with_signal(advantages_R: Tensor, lengths_B: Tensor) -> Tensor:
     """Which rows [B] have an advantage other than 0 at some token; one that isn't finite is such a one."""
-    row_R = torch.arange(len(batch)).repeat_interleave(batch.lengths("advantages"))
-    strength_B = torch.zeros(len(batch)).index_add_(0, row_R, batch.values("advantages").abs())
+    row_R = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
+    strength_B = torch.zeros(len(lengths_B)).index_add_(0, row_R, advantages_R.abs())
     # NaN is above nothing, but must reach the loss, so that the update is skipped.
     return strength_B != 0
 

@@ -104,11 +104,6 @@ class ShownRows:
         if self._record is not None:
             self._record.taken(batch)
 
-    def mark(self, batch: Batch) -> None:
-        """Add the column that has each token's row."""
-        offsets = batch.offsets("response_ids")
-        batch.put_ragged(ROW, batch.rows.repeat_interleave(offsets.diff()), offsets)
-
     def add(self, row_R: Tensor, logprobs_R: Tensor, loss_R: Tensor) -> None:
         """Keep the log-probs of tokens and their terms of the loss, on the device, which needn't be waited for."""
         if len(self._rows) or self._record is not None:

@@ -114,7 +114,7 @@ class TokenRows:
         others_PJ = self.response.get(OTHER_TOKENS)
         return next_P if others_PJ is None else torch.cat((next_P[:, None], others_PJ), 1)
 
-    def select(self, rows: Sequence[int]) -> TokenRows:
+    def select(self, rows: Sequence[int] | Tensor) -> TokenRows:
         """Copy the rows at these positions, whole units, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         tokens_T, offsets = gather_ragged_rows(self.tokens_T, self.offsets, index)
