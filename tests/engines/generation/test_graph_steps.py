@@ -154,7 +154,7 @@ def test_the_largest_step_is_captured_first(captures: list[RecordingCapture], mo
     inner = engine._pipeline._graphs._run
     monkeypatch.setattr(engine._pipeline._graphs, "_run", lambda shape: (sizes.append(shape.num_rows), inner(shape)))
     # The first step starts no more than a prompt of 30 tokens.
-    engine._rollout = engine._scheduler._rollout = replace(engine._rollout, max_prefill_tokens=30)
+    engine._steps.scheduler._rollout = replace(engine._rollout, max_prefill_tokens=30)
     run(engine, [request(prompt_of(30, seed), [2 * seed, 2 * seed + 1], GREEDY) for seed in range(12)])
     order = list(dict.fromkeys(sizes))
     assert order[:2] == [24, 4] and len(captures) == 1 and captures[0].num_captured == len(order) <= 6

@@ -87,8 +87,8 @@ def test_a_tight_cache_preempts_rows_and_a_roomy_one_does_not() -> None:
         ran, preempted[name] = set(), set()
         while engine.num_unfinished:
             ended = {response.row for response in engine.step()}
-            ran |= set(engine._scheduler.running)
-            preempted[name] |= ran - set(engine._scheduler.running) - ended
+            ran |= set(engine._steps.scheduler.running)
+            preempted[name] |= ran - set(engine._steps.scheduler.running) - ended
             ran -= ended
     assert not preempted["at once"] and len(preempted["preempted"]) > 1
 

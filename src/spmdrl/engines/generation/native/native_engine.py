@@ -3,8 +3,6 @@
 Each step admits waiting groups and runs the next chunks of what they start from, packed in one forward (a prompt once,
 whatever the size of its group), then decodes one token of every running row in one more forward. The ranks of a replica
 do so in lockstep: they take the same requests, and every rank has all logits and draws the same tokens.
-
-Shape letters: `B` rows, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,17 +14,16 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
-from spmdrl.engines.generation.native.cache.blocks import BlockPool
 from spmdrl.engines.generation.native.cache.paged import affordable_blocks
-from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep
 from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
 from spmdrl.engines.generation.native.lockstep import Lockstep
-from spmdrl.engines.generation.native.running_rows import Row, check_request, newest_token
+from spmdrl.engines.generation.native.row_steps import RowSteps
+from spmdrl.engines.generation.native.running_rows import check_request
 from spmdrl.engines.generation.native.sampling import RowDrawer
-from spmdrl.engines.generation.protocol import Decode, Finish, Request, Response, all_weights
+from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
@@ -66,7 +63,6 @@ class NativeEngine:
             )
         if config.head != "vocab":
             raise ValueError("the model has a value head and can't generate; set model.path to a language model")
-        self._version = 0
         self._config = config
         self._rollout = rollout
         self._device = device
@@ -83,24 +79,24 @@ class NativeEngine:
             )
             self._pipeline = StepPipeline(step, device, self._drawer, rollout.max_running_rows)
         # A recorder must see every token fed, so none may be taken from others' blocks.
-        self._shares_prefixes = recorder is None
-        self._pool, self._scheduler = self._new_schedule(1)
+        self._steps = RowSteps(
+            self._forward, self._drawer, self._pipeline, self._lockstep, rollout, shares_prefixes=recorder is None
+        )
         self._most_blocks = 0
-        self._is_mid_step = False
         self._others_work = False
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._steps.version
 
     @version.setter
     def version(self, version: int) -> None:
-        self._version = version
-        self._scheduler.forget_prefixes()
+        self._steps.version = version
+        self._steps.scheduler.forget_prefixes()
 
     @property
     def num_unfinished(self) -> int:
-        return self._scheduler.num_unfinished
+        return self._steps.scheduler.num_unfinished
 
     @property
     def has_work(self) -> bool:
@@ -116,31 +112,21 @@ class NativeEngine:
         for request in requests:
             check_request(request, max_positions=self._config.max_positions, reads_text=self._drawer.reads_text)
         if self._cache_grows:
-            self._grow_cache(min(self._scheduler.blocks_wanted(requests), self._most_blocks))
-        self._scheduler.submit(requests)
+            wanted = min(self._steps.scheduler.blocks_wanted(requests), self._most_blocks)
+            self._steps.grow(wanted, most=self._most_blocks)
+        self._steps.scheduler.submit(requests)
         self._note_work()
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
         self._require_awake("generate")
         faultpoint("generate")
-        self._is_mid_step = True
-        responses = self._start_rows(self._scheduler.admit())
-        if self._scheduler.running or not self._lockstep.is_alone:
-            responses += self._decode() if self._pipeline is None else self._decode_ahead(self._pipeline)
-        self._is_mid_step = False
+        responses = self._steps.step()
         self._note_work()
         return responses
 
     def abort(self) -> list[Response]:
-        if self._pipeline is not None:
-            self._pipeline.drop()
-        responses = self._scheduler.abort()
-        if self._is_mid_step:
-            # What a step that failed left in the cache may not even be finite.
-            num_blocks = self._cache.num_blocks
-            self._cache.resize(0)
-            self._open_cache(num_blocks)
+        responses = self._steps.abort()
         self._note_work()
         return responses
 
@@ -157,13 +143,11 @@ class NativeEngine:
 
     def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         # The caller may change the weights.
-        self._scheduler.forget_prefixes()
-        self._forget_graphs()
+        self._steps.forget_weights()
         return self._weights.wake(names)
 
     def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
-        self._scheduler.forget_prefixes()
-        self._forget_graphs()
+        self._steps.forget_weights()
         self._weights.borrow(weights)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -182,14 +166,12 @@ class NativeEngine:
             return
         block_bytes = self._cache.shape.block_bytes
         self._most_blocks = affordable_blocks(self._rollout, block_bytes, self._device, self._mesh.tensor)
-        self._open_cache(1 if self._cache_grows else self._most_blocks)
+        self._steps.open(1 if self._cache_grows else self._most_blocks)
 
     def sleep(self) -> None:
         if self.num_unfinished:
             raise RuntimeError(f"{self.num_unfinished} rows are unfinished; step until they end, or abort them first")
-        if self._pipeline is not None:
-            self._pipeline.release()
-        self._cache.resize(0)
+        self._steps.close()
         self._weights.sleep()
         self._drawer.forget()
 
@@ -208,100 +190,9 @@ class NativeEngine:
     def _require_awake(self, action: str) -> None:
         if not (self._weights.are_awake and self._cache.num_blocks):
             raise RuntimeError(f"a sleeping engine can't {action}; call wake_weights, fill them, then wake_cache")
-        if self._is_mid_step:
+        if self._steps.is_mid_step:
             raise RuntimeError(f"the engine can't {action}: its last step failed; abort gives back what it was doing")
-
-    def _open_cache(self, num_blocks: int) -> None:
-        self._forget_graphs()
-        self._cache.resize(num_blocks)
-        self._pool, self._scheduler = self._new_schedule(num_blocks)
-        self._is_mid_step = False
-
-    def _new_schedule(self, num_blocks: int) -> tuple[BlockPool, Scheduler]:
-        pool = BlockPool(num_blocks)
-        # In a step of fixed shape each row has a place.
-        merges_rows = self._pipeline is None
-        return pool, Scheduler(pool, self._rollout, shares_prefixes=self._shares_prefixes, merges_rows=merges_rows)
-
-    def _grow_cache(self, num_blocks: int) -> None:
-        if num_blocks > self._cache.num_blocks:
-            # By a quarter at least: growing copies, and requests may come one at a time.
-            num_blocks = min(max(num_blocks, self._cache.num_blocks * 5 // 4), self._most_blocks)
-            self._forget_graphs()
-            self._cache.resize(num_blocks)
-            self._pool.grow(num_blocks)
-
-    def _forget_graphs(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.forget()
 
     def _note_work(self) -> None:
         """Find out whether replicas that share experts have rows to step for. Collective over them."""
         self._others_work = self._lockstep.most(self.num_unfinished) != [0]
-
-    def _start_rows(self, admitted: Admitted) -> list[Response]:
-        """Run the chunks, then draw the next token of each row that starts."""
-        # Replicas that share experts all run a forward where one does.
-        if any(self._lockstep.most(len(admitted.chunks))):
-            self._forward.prefill(admitted.chunks)
-        rows, logits = [], []
-        for admission in admitted.admissions:
-            logits_V = admission.group.logits_V
-            assert logits_V is not None, f"what rows {[row.row for row in admission.rows]} start from was never run"
-            admission.take_choices()
-            rows += admission.rows
-            logits.append(logits_V.expand(len(admission.rows), -1))
-        return self._draw(rows, torch.cat(logits)) if rows else []
-
-    def _decode(self) -> list[Response]:
-        """Feed the newest token of every running row and draw the next."""
-        self._make_room()
-        rows = list(self._scheduler.running.values())
-        fed = [newest_token(row) for row in rows if row.is_first]
-        logits_BV = self._forward.decode(fed)
-        if not fed:
-            return []
-        for token in fed:
-            token.take_choices()
-        if len(fed) < len(rows):
-            place_of = {id(token.row.branch): place for place, token in enumerate(fed)}
-            places_B = torch.tensor([place_of[id(row.branch)] for row in rows], device=self._device)
-            logits_BV = logits_BV.index_select(0, places_B)
-        return self._draw(rows, logits_BV)
-
-    def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
-        """Start a step of the rows that go on, then read what the one before it drew."""
-        responses = []
-        # Rows may be preempted, which takes all of their tokens.
-        if self._pool.num_free < len(self._scheduler.running):
-            responses += self._read(pipeline, num_left=0)
-        self._make_room()
-        rows = self._scheduler.going_on()
-        if rows:
-            most_rows = min(self.num_unfinished, self._rollout.max_running_rows)
-            pipeline.start(rows, self.version, most_rows=most_rows, most_blocks=self._scheduler.widest_table())
-        return responses + self._read(pipeline, num_left=1 if rows else 0)
-
-    def _read(self, pipeline: StepPipeline, *, num_left: int) -> list[Response]:
-        """Read steps until the newest ones are left; returns the rows that they ended."""
-        responses = []
-        while pipeline.num_started > num_left:
-            responses += self._ended(pipeline.take())
-        return responses
-
-    def _make_room(self) -> None:
-        copies = self._scheduler.make_room()
-        if copies.sources:
-            self._cache.copy_blocks(copies.sources, copies.targets)
-
-    def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
-        """Draw one token of each row; returns the rows that it ended."""
-        responses = self._ended(self._drawer(rows, logits_BV, self.version))
-        self._scheduler.fork(rows)
-        return responses
-
-    def _ended(self, rows: list[tuple[Row, Finish]]) -> list[Response]:
-        """Free what the rows held that ended, and why."""
-        for row, _ in rows:
-            self._scheduler.finish(row)
-        return [row.response(finish) for row, finish in rows]

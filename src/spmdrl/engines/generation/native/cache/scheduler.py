@@ -40,6 +40,42 @@ class BlockCopies:
     targets: list[int]
 
 
+@dataclass(frozen=True)
+class RowBlocks:
+    """Counts the blocks that rows take, by what their requests may come to."""
+
+    size: int
+    """positions of a block"""
+
+    def of(self, num_positions: int) -> int:
+        """Blocks that hold so many positions."""
+        return -(-num_positions // self.size)
+
+    def most(self, request: Request) -> int:
+        """Blocks that a row of the request takes at most."""
+        return self.of(_num_positions(request))
+
+    def growth(self, group: Group) -> int:
+        """Most blocks that a row takes beside the whole ones that it starts from."""
+        num_positions = _num_positions(group.request)
+        return 0 if num_positions == group.length else self.of(num_positions) - group.length // self.size
+
+    def first(self, group: Group) -> int:
+        """Blocks that one more running row of the group should find: one for now, one to grow into."""
+        return min(2, self.growth(group))
+
+    def is_growing(self, row: Row) -> bool:
+        """Whether a running row may still take blocks."""
+        # Those that may leave a branch, and are fed then, copy a block even if they take no others.
+        may_leave = not row.is_first and row.length < _num_positions(row.request)
+        return may_leave or len(row.table) < self.most(row.request)
+
+
+def _num_positions(request: Request) -> int:
+    """Most positions of a row; its last token is never fed, so never kept."""
+    return len(request.prompt_ids) + request.sampling.max_tokens - 1
+
+
 class Scheduler:
     """The waiting and the running rows of one engine, over the blocks of one pool."""
 
@@ -52,6 +88,7 @@ class Scheduler:
         """By number, oldest first."""
         self._pool = pool
         self._rollout = rollout
+        self._blocks = RowBlocks(rollout.block_size)
         self._shares_prefixes = shares_prefixes
         self._merges_rows = merges_rows
         self._prefixes = PrefixCache(pool, rollout.block_size)
@@ -81,15 +118,15 @@ class Scheduler:
     def blocks_wanted(self, requests: Sequence[Request]) -> int:
         """Pool size with which `requests`, joining what is here, run as many rows at once as there are slots."""
         queue = [*self._waiting, *(group for request in requests for group in groups_of(request))]
-        least = max((self._most_blocks(group.request) for group in queue), default=0)
-        queue.sort(key=self._growth, reverse=True)
+        least = max((self._blocks.most(group.request) for group in queue), default=0)
+        queue.sort(key=self._blocks.growth, reverse=True)
         num_slots = self._rollout.max_running_rows - len(self.running)
         wanted = self._pool.num_blocks - self._pool.num_free
         # One more each, as a row may have to copy the block that it shares with its siblings.
-        wanted += sum(self._most_blocks(row.request) + 1 - len(row.table) for row in self.running.values())
+        wanted += sum(self._blocks.most(row.request) + 1 - len(row.table) for row in self.running.values())
         for group in queue:
             num_rows = min(num_slots, len(group.rows))
-            wanted += self._num_blocks(group.length) + num_rows * self._growth(group) if num_rows else 0
+            wanted += self._blocks.of(group.length) + num_rows * self._blocks.growth(group) if num_rows else 0
             num_slots -= num_rows
         return max(1 + least, wanted)
 
@@ -109,7 +146,7 @@ class Scheduler:
                 if group.num_computed < group.length:
                     break
             rows = self._start_rows(group, num_growing)
-            num_growing += sum(map(self._is_growing, rows))
+            num_growing += sum(map(self._blocks.is_growing, rows))
             if rows:
                 admitted.admissions.append(Admission(group, rows))
             if len(rows) < len(group.rows):
@@ -161,7 +198,7 @@ class Scheduler:
     def widest_table(self) -> int:
         """Most blocks that any running row can take."""
         requests = {id(row.request): row.request for row in self.running.values()}
-        return max(map(self._most_blocks, requests.values()))
+        return max(map(self._blocks.most, requests.values()))
 
     def finish(self, row: Row) -> None:
         """Forget a running row and free what it alone held."""
@@ -194,11 +231,11 @@ class Scheduler:
         if group.table:
             return True
         known = self._prefixes.find(group.token_ids) if self._shares_prefixes else []
-        num_new = self._num_blocks(group.length) - len(known)
+        num_new = self._blocks.of(group.length) - len(known)
         while True:
             wanted = num_new + sum(not self._pool.is_held(block) for block in known)
             if self.running:
-                wanted += num_growing + self._first_blocks(group)
+                wanted += num_growing + self._blocks.first(group)
             if self._pool.num_free >= wanted:
                 break
             if self.running or not self._free_waiting_group():
@@ -219,7 +256,7 @@ class Scheduler:
     def _start_rows(self, group: Group, num_growing: int) -> list[Row]:
         """Start as many rows of the group as have a slot and find a block or two each; one if nothing runs."""
         num_rows = min(len(group.rows), self._rollout.max_running_rows - len(self.running))
-        if first_blocks := self._first_blocks(group):
+        if first_blocks := self._blocks.first(group):
             num_rows = min(num_rows, max(0, self._pool.num_free - num_growing) // first_blocks)
         if not self.running:
             num_rows = max(num_rows, 1)
@@ -267,36 +304,10 @@ class Scheduler:
 
     def _num_growing(self) -> int:
         """Running rows that may still take blocks."""
-        return sum(map(self._is_growing, self.running.values()))
-
-    def _is_growing(self, row: Row) -> bool:
-        # Those that may leave a branch, and are fed then, copy a block even if they take no others.
-        may_leave = not row.is_first and row.length < self._num_positions(row.request)
-        return may_leave or len(row.table) < self._most_blocks(row.request)
-
-    def _first_blocks(self, group: Group) -> int:
-        """Blocks that one more running row of the group should find: one for now, one to grow into."""
-        return min(2, self._growth(group))
-
-    def _growth(self, group: Group) -> int:
-        """Most blocks that a row takes beside the whole ones that it starts from."""
-        num_positions = self._num_positions(group.request)
-        if num_positions == group.length:
-            return 0
-        return self._num_blocks(num_positions) - group.length // self._rollout.block_size
-
-    def _num_positions(self, request: Request) -> int:
-        """Most positions of a row; its last token is never fed, so never kept."""
-        return len(request.prompt_ids) + request.sampling.max_tokens - 1
-
-    def _most_blocks(self, request: Request) -> int:
-        return self._num_blocks(self._num_positions(request))
-
-    def _num_blocks(self, num_positions: int) -> int:
-        return -(-num_positions // self._rollout.block_size)
+        return sum(map(self._blocks.is_growing, self.running.values()))
 
     def _check_fits(self, row: Row) -> None:
-        needed, usable = self._most_blocks(row.request), self._pool.num_blocks - 1
+        needed, usable = self._blocks.most(row.request), self._pool.num_blocks - 1
         if needed > usable:
             raise ValueError(
                 f"row {row.row} can need {needed} KV blocks ({len(row.request.prompt_ids)} prompt + "

@@ -1,0 +1,168 @@
+"""The steps of the native engine's rows: which run over which blocks of the cache, and what is drawn of them.
+
+Shape letters: `B` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.generation.native.cache.blocks import BlockPool
+from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
+from spmdrl.engines.generation.native.forward import CachedDecoder
+from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
+from spmdrl.engines.generation.native.lockstep import Lockstep
+from spmdrl.engines.generation.native.running_rows import Row, newest_token
+from spmdrl.engines.generation.native.sampling import RowDrawer
+from spmdrl.engines.generation.protocol import Finish, Response
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+
+
+class RowSteps:
+    """Starts rows, decodes a token of each running one a step, and ends them, in the blocks of one cache."""
+
+    def __init__(
+        self, forward: CachedDecoder, drawer: RowDrawer, pipeline: StepPipeline | None, lockstep: Lockstep,
+        rollout: RolloutConfig, *, shares_prefixes: bool,
+    ):  # fmt: skip
+        """With a `pipeline`, steps have a fixed shape, and one is started before the last one is read."""
+        self.version = 0
+        """of the weights"""
+        self.is_mid_step = False
+        """True behind a step that failed"""
+        self._forward = forward
+        self._cache = forward.cache
+        self._drawer = drawer
+        self._pipeline = pipeline
+        self._lockstep = lockstep
+        self._rollout = rollout
+        self._shares_prefixes = shares_prefixes
+        self._new_schedule(1)
+
+    def _new_schedule(self, num_blocks: int) -> None:
+        self._pool = BlockPool(num_blocks)
+        # In a step of fixed shape each row has a place.
+        merges_rows = self._pipeline is None
+        self.scheduler = Scheduler(
+            self._pool, self._rollout, shares_prefixes=self._shares_prefixes, merges_rows=merges_rows
+        )
+
+    def open(self, num_blocks: int) -> None:
+        """Begin anew, without rows, over a cache of so many blocks."""
+        self._forget_graphs()
+        self._cache.resize(num_blocks)
+        self._new_schedule(num_blocks)
+        self.is_mid_step = False
+
+    def grow(self, num_blocks: int, *, most: int) -> None:
+        """Let the cache have so many blocks at least."""
+        if num_blocks > self._cache.num_blocks:
+            # By a quarter at least: growing copies, and requests may come one at a time.
+            num_blocks = min(max(num_blocks, self._cache.num_blocks * 5 // 4), most)
+            self._forget_graphs()
+            self._cache.resize(num_blocks)
+            self._pool.grow(num_blocks)
+
+    def forget_weights(self) -> None:
+        """Keep nothing that the weights computed, or that holds where they are: they may change from here on."""
+        self.scheduler.forget_prefixes()
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.forget()
+
+    def close(self) -> None:
+        """Free the cache."""
+        if self._pipeline is not None:
+            self._pipeline.release()
+        self._cache.resize(0)
+
+    def abort(self) -> list[Response]:
+        """End all rows; returns them with their tokens so far."""
+        if self._pipeline is not None:
+            self._pipeline.drop()
+        responses = self.scheduler.abort()
+        if self.is_mid_step:
+            # What a step that failed left in the cache may not even be finite.
+            num_blocks = self._cache.num_blocks
+            self._cache.resize(0)
+            self.open(num_blocks)
+        return responses
+
+    def step(self) -> list[Response]:
+        """Start the rows that are admitted, and decode all that run; returns those that ended."""
+        self.is_mid_step = True
+        responses = self._start_rows(self.scheduler.admit())
+        if self.scheduler.running or not self._lockstep.is_alone:
+            responses += self._decode() if self._pipeline is None else self._decode_ahead(self._pipeline)
+        self.is_mid_step = False
+        return responses
+
+    def _start_rows(self, admitted: Admitted) -> list[Response]:
+        """Run the chunks, then draw the next token of each row that starts."""
+        # Replicas that share experts all run a forward where one does.
+        if any(self._lockstep.most(len(admitted.chunks))):
+            self._forward.prefill(admitted.chunks)
+        rows, logits = [], []
+        for admission in admitted.admissions:
+            logits_V = admission.group.logits_V
+            assert logits_V is not None, f"what rows {[row.row for row in admission.rows]} start from was never run"
+            admission.take_choices()
+            rows += admission.rows
+            logits.append(logits_V.expand(len(admission.rows), -1))
+        return self._draw(rows, torch.cat(logits)) if rows else []
+
+    def _decode(self) -> list[Response]:
+        """Feed the newest token of every running row and draw the next."""
+        self._make_room()
+        rows = list(self.scheduler.running.values())
+        fed = [newest_token(row) for row in rows if row.is_first]
+        logits_BV = self._forward.decode(fed)
+        if not fed:
+            return []
+        for token in fed:
+            token.take_choices()
+        if len(fed) < len(rows):
+            place_of = {id(token.row.branch): place for place, token in enumerate(fed)}
+            places_B = torch.tensor([place_of[id(row.branch)] for row in rows], device=logits_BV.device)
+            logits_BV = logits_BV.index_select(0, places_B)
+        return self._draw(rows, logits_BV)
+
+    def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
+        """Start a step of the rows that go on, then read what the one before it drew."""
+        responses = []
+        # Rows may be preempted, which takes all of their tokens.
+        if self._pool.num_free < len(self.scheduler.running):
+            responses += self._read(pipeline, num_left=0)
+        self._make_room()
+        rows = self.scheduler.going_on()
+        if rows:
+            most_rows = min(self.scheduler.num_unfinished, self._rollout.max_running_rows)
+            pipeline.start(rows, self.version, most_rows=most_rows, most_blocks=self.scheduler.widest_table())
+        return responses + self._read(pipeline, num_left=1 if rows else 0)
+
+    def _read(self, pipeline: StepPipeline, *, num_left: int) -> list[Response]:
+        """Read steps until the newest ones are left; returns the rows that they ended."""
+        responses = []
+        while pipeline.num_started > num_left:
+            responses += self._ended(pipeline.take())
+        return responses
+
+    def _make_room(self) -> None:
+        copies = self.scheduler.make_room()
+        if copies.sources:
+            self._cache.copy_blocks(copies.sources, copies.targets)
+
+    def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
+        """Draw one token of each row; returns the rows that it ended."""
+        responses = self._ended(self._drawer(rows, logits_BV, self.version))
+        self.scheduler.fork(rows)
+        return responses
+
+    def _ended(self, rows: list[tuple[Row, Finish]]) -> list[Response]:
+        """Free what the rows held that ended, and why."""
+        for row, _ in rows:
+            self.scheduler.finish(row)
+        return [row.response(finish) for row, finish in rows]
