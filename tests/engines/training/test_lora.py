@@ -268,7 +268,7 @@ def in_one_call_and_in_two(world: World, cases: list[tuple[str, UpdateLayout]], 
 
 
 def scored_both_ways(engine: TrainingEngine, max_tokens: int) -> BothWays:
-    engine.limit = MicrobatchLimit(max_tokens)
+    engine.fitted.limit = MicrobatchLimit(max_tokens)
     # The second data rank, where there is one, has other rows and fewer, or none.
     fewer = [8, 9, 10] if engine.mesh.layout.shard > 1 else []
     rows = group_rows().select(range(12) if engine.mesh.data.rank == 0 else fewer)

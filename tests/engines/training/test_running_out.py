@@ -52,7 +52,7 @@ def refuse(engine: TrainingEngine, passes: set[int]) -> None:
 def updated_and_scored(world: World, layout: UpdateLayout, max_tokens: int, passes: set[int]) -> Any:
     engine = make_engine(world, layout=layout, max_tokens=max_tokens)
     notes = list[str]()
-    engine.limit.when_halved = notes.append
+    engine.fitted.limit.when_halved = notes.append
     if passes and world.rank == world.size - 1:
         refuse(engine, passes)
     rows = make_rows().select([[0, 1, 2], [3, 4, 5, 6]][world.rank] if world.size == 2 else list(range(7)))
@@ -98,7 +98,7 @@ def run_out_in_backward(world: World) -> tuple[Any, Any, int]:
         layer = engine.model.decoders[0].layers[-1]
         layer.register_forward_hook(lambda module, inputs, output: Refusing.apply(output))
     rows = make_rows().select([[0, 1, 2], [3, 4, 5, 6]][world.rank])
-    return engine.update(rows, weighted_nll), plain.update(rows, weighted_nll), engine.limit.num_halvings
+    return engine.update(rows, weighted_nll), plain.update(rows, weighted_nll), engine.fitted.limit.num_halvings
 
 
 @pytest.mark.ranks
@@ -114,7 +114,7 @@ def test_one_rank_does_forward_and_backward_again(world):
     layer = engine.model.decoders[0].layers[-1]
     layer.register_forward_hook(lambda module, inputs, output: Refusing.apply(output))
     assert engine.update(make_rows(), weighted_nll) == plain.update(make_rows(), weighted_nll)
-    assert engine.limit.num_halvings == 1
+    assert engine.fitted.limit.num_halvings == 1
 
 
 def without_memory(scores: Scores, micro: MicroBatch) -> LossTerms:
@@ -125,4 +125,4 @@ def test_a_pass_that_never_fits_ends_after_three_halvings(world):
     engine = make_engine(world, max_tokens=MAX_TOKENS)
     with pytest.raises(MemoryRanOut, match="rank 0 ran out of memory"):
         engine.update(make_rows(), without_memory)
-    assert engine.limit.num_halvings == 3 and engine.update_count == 0
+    assert engine.fitted.limit.num_halvings == 3 and engine.update_count == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +12,6 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
 from spmdrl.engines.models.lora import adapting, is_adapter
-from spmdrl.engines.models.row_cost import row_cost_of
-from spmdrl.engines.training.batching.microbatch import plan_microbatches
-from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut, MicrobatchLimit
 from spmdrl.engines.training.batching.packed_rows import (
     AdapterLogprobs,
     Likeliest,
@@ -25,12 +21,10 @@ from spmdrl.engines.training.batching.packed_rows import (
     Scores,
     TokenRows,
 )
-from spmdrl.engines.training.batching.rows_twice import RateTwice, twice
-from spmdrl.engines.training.batching.shared_prompts import RowBundle, RowSharing, bundle_rows
+from spmdrl.engines.training.batching.shared_prompts import RowSharing
+from spmdrl.engines.training.fitted_passes import FittedPasses
 from spmdrl.engines.training.heads import check_head
-from spmdrl.engines.training.passes import HeadOf, Passes
-from spmdrl.engines.training.routing.router_statistics import RouterStatistics
-from spmdrl.engines.training.routing.routers import RoutingScope
+from spmdrl.engines.training.passes import Passes
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
 from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
@@ -40,8 +34,6 @@ from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.runtime.supervision.activity import activity
-
-Made = TypeVar("Made")
 
 
 class TrainingEngine:
@@ -94,21 +86,20 @@ class TrainingEngine:
         # A ring cuts every row into chunks of its own.
         is_ring = mesh.context.size > 1 and mesh.layout.context_kind == "ring"
         self.shares_prompts = training.share_prompts and not is_ring
-        self._sharing = RowSharing(rating, routes=config.moe is not None) if self.shares_prompts else None
+        sharing = RowSharing(rating, routes=config.moe is not None) if self.shares_prompts else None
         self._passes = Passes(
             self.model,
             device,
             temperature=temperature,
             rating=rating,
             dtype=compute_dtype,
-            sharing=self._sharing,
+            sharing=sharing,
         )
-        self._updater: Updater | None = None
+        self.fitted = FittedPasses(self._passes, self.model, training, device, sharing)
+        self.updater: Updater | None = None
+        """None in a frozen engine"""
         if not frozen:
-            self._updater = Updater(self.model, optim, device, num_updates=training.num_updates)
-        self._row_cost = row_cost_of(config)
-        self.limit = MicrobatchLimit(training.tokens_per_microbatch(device.kind))
-        """may be shared with other engines"""
+            self.updater = Updater(self.model, optim, device, num_updates=training.num_updates)
         self.when_skipped: Callable[[TokenRows, UpdateResult], None] | None = None
         """called with this rank's rows of an update that was skipped, on every rank"""
 
@@ -129,7 +120,8 @@ class TrainingEngine:
         logprobs_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32, device=device)
         entropy_R = torch.zeros_like(logprobs_R)
         head_of = partial(self._passes.head, temperature=temperature)
-        for members, ratings in self._ratings("score", rows, head_of):
+        self.check_weights_present("score")
+        for members, ratings in self.fitted.rate(rows, head_of):
             index = to_device(rows.response_index(members), device)
             for found_R, rated_R in zip((logprobs_R, entropy_R), ratings, strict=True):
                 found_R[index] = rated_R
@@ -141,39 +133,12 @@ class TrainingEngine:
         In one pass over each row twice where that is one micro-batch on every rank, else in two.
         """
         self.check_weights_present("score")
-        return self._redoing(lambda: self._scored_both_ways(rows))
-
-    def _scored_both_ways(self, rows: TokenRows) -> AdapterLogprobs:
-        plan = self._plan_of_twice(rows)
-        if plan is None:
-            with self.without_adapters():
-                without_R = self.score(rows).logprobs_R
-            return AdapterLogprobs(self.score(rows).logprobs_R, without_R)
-        device = self.device.torch_device
-        with_R = torch.zeros(rows.num_response_tokens, dtype=torch.float32, device=device)
-        without_R = torch.zeros_like(with_R)
-        with adapting(self.model.decoders, "first half"):
-            micros = map(twice, self._passes.prepare(rows, plan))
-            found = self._evaluated(micros, lambda micro: RateTwice(self._passes.head(micro)))
-        for members, (adapted_R, _, own_R, _) in found:
-            index = to_device(rows.response_index(members), device)
-            with_R[index], without_R[index] = adapted_R, own_R
-        return AdapterLogprobs(with_R, without_R)
-
-    def _plan_of_twice(self, rows: TokenRows) -> list[list[int]] | None:
-        """All rows in one micro-batch if twice its tokens keep the budget on every rank; else None. Collective.
-
-        Of more micro-batches a pass over each row twice has as many as two passes, and saves nothing. None also where
-        other ranks have a part of a row or its layers.
-        """
-        if self.mesh.model.size > 1:
-            return None
-        bundles = self._bundles(rows, self.limit.tokens // 2)
-        own_tokens = sum(bundle.num_tokens for bundle in bundles)
-        most_tokens = int(self.mesh.data.max(torch.tensor([own_tokens])))
-        if 2 * most_tokens > self.limit.tokens:
-            return None
-        return [[row for bundle in bundles for row in bundle.rows]] if most_tokens else []
+        found = self.fitted.rate_twice(rows)
+        if found is not None:
+            return found
+        with self.without_adapters():
+            without_R = self.score(rows).logprobs_R
+        return AdapterLogprobs(self.score(rows).logprobs_R, without_R)
 
     def likeliest(self, rows: TokenRows, num_likeliest: int, vocab_size: int) -> Likeliest:
         """The likeliest tokens in each response token's place; on the device, in row order. Collective.
@@ -184,7 +149,8 @@ class TrainingEngine:
         ids_RJ = torch.zeros((num_tokens, num_likeliest), dtype=torch.int64, device=device)
         logprobs_RJ = torch.zeros((num_tokens, num_likeliest + 1), dtype=torch.float32, device=device)
         head_of = partial(self._passes.likeliest_head, num_likeliest=num_likeliest, vocab_size=vocab_size)
-        for members, ratings in self._ratings("score", rows, head_of):
+        self.check_weights_present("score")
+        for members, ratings in self.fitted.rate(rows, head_of):
             index = to_device(rows.response_index(members), device)
             ids_RJ[index], logprobs_RJ[index] = ratings
         return Likeliest(*map(self.mesh.pipeline.sum, (ids_RJ, logprobs_RJ)))
@@ -196,7 +162,8 @@ class TrainingEngine:
         by_token, device = self.rating == "token_values", self.device.torch_device
         size = rows.num_response_tokens if by_token else len(rows)
         values = torch.zeros(size, dtype=torch.float32, device=device)
-        for members, ratings in self._ratings("rate", rows, self._passes.head):
+        self.check_weights_present("rate")
+        for members, ratings in self.fitted.rate(rows, self._passes.head):
             index = rows.response_index(members) if by_token else torch.tensor(members, dtype=torch.int64)
             values[to_device(index, device)] = ratings[0]
         return self.mesh.pipeline.sum(values)
@@ -207,37 +174,27 @@ class TrainingEngine:
         A loss or gradient that is not finite, on any rank, makes all ranks skip the step. Gradients are gone
         afterwards. Raises ValueError, on every rank, where no rank has rows.
         """
-        result = self._redoing(lambda: self._update(rows, loss))
+
+        def attempt() -> UpdateResult:
+            try:
+                return self.step(self.accumulate(rows, loss))
+            finally:
+                self.drop_gradients()
+
+        result = self.fitted.redone(attempt)
         if result.skipped and self.when_skipped is not None:
             self.when_skipped(rows, result)
         return result
 
-    def _update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
-        try:
-            return self.step(self.accumulate(rows, loss))
-        finally:
-            self.drop_gradients()
-
-    def _redoing(self, attempt: Callable[[], Made]) -> Made:
-        """What an attempt gives, done anew with half the tokens per micro-batch where a rank ran out of memory."""
-        while True:
-            self._passes.ran_out = ""
-            try:
-                return attempt()
-            except MemoryRanOut as failure:
-                self.limit.halve(failure)
-            # Behind the block, which holds what the pass had reached.
-            self.device.empty_cache()
-
     def accumulate(self, rows: TokenRows, loss: LossFunction) -> Accumulated:
         """Add the gradient of these rows to the weights'. Collective over the mesh; see `update`."""
         self.check_weights_present("update")
-        if self._updater is None:
+        if self.updater is None:
             raise RuntimeError("this engine is frozen, so it has no optimizer to update with; build it unfrozen")
-        plan = self._plan(rows)
+        plan = self.fitted.plan(rows)
         if not plan:
             raise ValueError("an update needs rows on at least one data rank, but there are none; skip the update")
-        micros = list(self._passes.prepare(rows, plan, self._routing_scope(rows)))
+        micros = list(self._passes.prepare(rows, plan, self.fitted.routing_scope(rows)))
         reported: list[LossTerms] = []
 
         def to_scalar(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
@@ -252,12 +209,14 @@ class TrainingEngine:
         self._passes.train(micros, to_scalar)
         if self._passes.ran_out:
             return Accumulated([], None, len(micros), self._passes.ran_out)
-        return Accumulated(reported if self._passes.has_ratings else [], self._router_statistics(micros), len(micros))
+        return Accumulated(
+            reported if self._passes.has_ratings else [], self.fitted.router_statistics(micros), len(micros)
+        )
 
     def step(self, accumulated: Accumulated) -> UpdateResult:
         """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh."""
-        assert self._updater is not None, "a frozen engine makes no steps"
-        return self._updater.step(accumulated)
+        assert self.updater is not None, "a frozen engine makes no steps"
+        return self.updater.step(accumulated)
 
     def named_shards(self) -> dict[str, Shard]:
         """The weights that this rank holds, by name."""
@@ -281,21 +240,17 @@ class TrainingEngine:
         return adapting(self.model.decoders, "none")
 
     @property
-    def is_frozen(self) -> bool:
-        return self._updater is None
-
-    @property
     def update_count(self) -> int:
         """Optimizer steps made so far, without skipped ones: the policy version that generation reports."""
-        return 0 if self._updater is None else self._updater.step_count
+        return 0 if self.updater is None else self.updater.step_count
 
     def reshard(self) -> None:
         self.model.reshard()
 
     def drop_gradients(self) -> None:
         """Free what is left of gradients; updates do so themselves."""
-        if self._updater is not None:
-            self._updater.drop_gradients()
+        if self.updater is not None:
+            self.updater.drop_gradients()
 
     def optimizer_tensors(self) -> list[Tensor]:
         """AdamW's means, local parts, in the order of the parameters; the step counts are too small to count."""
@@ -303,12 +258,7 @@ class TrainingEngine:
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Local exp_avg and exp_avg_sq by parameter name, cut as `named_shards` are."""
-        return {} if self._updater is None else self._updater.means()
-
-    def set_step_count(self, step_count: int) -> None:
-        """Go on counting optimizer steps from here, in the schedule and in AdamW's bias correction."""
-        assert self._updater is not None, "a frozen engine makes no steps"
-        self._updater.set_step_count(step_count)
+        return {} if self.updater is None else self.updater.means()
 
     def check_weights_present(self, action: str) -> None:
         """Raise RuntimeError while the weights are away, as reading freed storage would end the process, or lent."""
@@ -320,67 +270,3 @@ class TrainingEngine:
     def sum_over_rows(self, counts: Sequence[int]) -> list[int]:
         """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
         return self.mesh.data.sum(torch.tensor(counts)).tolist()
-
-    def _bundles(self, rows: TokenRows, max_tokens: int) -> list[RowBundle]:
-        return bundle_rows(rows, self._row_cost, max_tokens=max_tokens, sharing=self._sharing)
-
-    def _plan(self, rows: TokenRows) -> list[list[int]]:
-        # Context ranks share each row's tokens, so together they have that many times the budget.
-        max_tokens = self.limit.tokens * self.mesh.context.size
-        bundles = self._bundles(rows, max_tokens)
-        plan = plan_microbatches(
-            [bundle.num_tokens for bundle in bundles],
-            [bundle.cost for bundle in bundles],
-            max_tokens=max_tokens,
-            agree=lambda count: int(self.mesh.data.max(torch.tensor([count]))),
-        )
-        return [[row for number in members for row in bundles[number].rows] for members in plan]
-
-    def _ratings(self, action: str, rows: TokenRows, head_of: HeadOf) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
-        """The members and ratings of each micro-batch, on the device; none on ranks without the head. Collective.
-
-        All of them, since reading those of one micro-batch would wait for the device before the next is queued.
-        """
-        self.check_weights_present(action)
-        return self._redoing(lambda: self._rated(rows, head_of))
-
-    def _rated(self, rows: TokenRows, head_of: HeadOf) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
-        plan = self._plan(rows)
-        scope = self._routing_scope(rows) if plan and rows.experts_TLC is not None else None
-        return self._evaluated(self._passes.prepare(rows, plan, scope), head_of) if plan else []
-
-    def _evaluated(
-        self, micros: Iterable[MicroBatch], head_of: HeadOf
-    ) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
-        found: list[tuple[Sequence[int], tuple[Tensor, ...]]] = []
-
-        def collect(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> None:
-            faultpoint("score")
-            found.append((micro.members, ratings))
-
-        self._passes.evaluate(micros, collect, head_of)
-        self._agree_on_memory()
-        return found
-
-    def _agree_on_memory(self) -> None:
-        """Raise MemoryRanOut on every rank where one ran out and is still in step. Collective over the data axes."""
-        words = self._passes.ran_out
-        if self.model.forwards_alone and self.mesh.data.max(torch.tensor([bool(words)], dtype=torch.int32)):
-            who = f"rank {self.mesh.rank}" if words else "another rank"
-            raise MemoryRanOut(f"{who} ran out of memory: {words or 'see its words'}")
-
-    def _routing_scope(self, rows: TokenRows) -> RoutingScope | None:
-        """What the routers of one update share. Collective over the data axes."""
-        if self.config.moe is None:
-            return None
-        (num_rows,) = self.sum_over_rows([len(rows)])
-        return RoutingScope(self.config, self.training.routing, num_rows, self.mesh.context, self.mesh.tensor)
-
-    def _router_statistics(self, micros: Sequence[MicroBatch]) -> RouterStatistics | None:
-        if self.config.moe is None:
-            return None
-        statistics = RouterStatistics(self.config, self.training.routing, self.device.torch_device)
-        for micro in micros:
-            assert micro.route is not None, "the routers' choices of an update are always recorded"
-            statistics.add(micro.route)
-        return statistics

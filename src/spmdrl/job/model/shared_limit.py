@@ -30,7 +30,7 @@ def share_limit(models: RoleModels, run: Run) -> None:
     limit.when_halved = partial(_note_halved, run, path, limit, first)
     run.lower_limit = partial(_lower_for_next, path, limit, first)
     for model in models.values():
-        model.trainer.limit = limit
+        model.trainer.fitted.limit = limit
 
 
 def _note_halved(run: Run, path: Path, limit: MicrobatchLimit, first: int, words: str) -> None:

@@ -30,7 +30,7 @@ def keep_skipped_batches(models: RoleModels, run: Run) -> None:
     """From here on keep the rows of the first updates of these models that are skipped."""
     kept = SkippedBatches(run)
     for role, model in models.items():
-        if not model.trainer.is_frozen:
+        if model.trainer.updater is not None:
             model.trainer.when_skipped = partial(kept.keep, role.name, model.trainer)
 
 

@@ -63,8 +63,8 @@ def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
             for kind, tensor in means.get(name, {}).items():
                 tensor.copy_(files.read(kind, shard.slice))
             activity.advance("weights read")
-    if not engine.is_frozen:
-        engine.set_step_count(int(files.read("step", STEP)))
+    if engine.updater is not None:
+        engine.updater.set_step_count(int(files.read("step", STEP)))
 
 
 def write_shards(folder: Path, rank: int, shards: Mapping[str, Shard]) -> Path:
