@@ -154,7 +154,13 @@ class CallPool(Generic[A]):
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         activity.calls = lambda: self._describe(keys)
         try:
-            return self._awaited(keys, deadline)
+            while stop_reason() is None:
+                left = max(0.0, deadline - time.monotonic())
+                if self._changed.wait_for(lambda: self._has_ended(keys), min(left, _STOP_SECONDS)):
+                    return True
+                if left <= _STOP_SECONDS:
+                    return False
+            return True
         finally:
             activity.calls = None
 
@@ -166,15 +172,6 @@ class CallPool(Generic[A]):
         """What the calls are about that workers compute now."""
         calls = [next(iter(worker.calls.copy()), None) for worker in self._workers.copy()]
         return [call.subject for call in calls if call is not None and call.subject is not None]
-
-    def _awaited(self, keys: Sequence[Hashable], deadline: float) -> bool:
-        while stop_reason() is None:
-            left = max(0.0, deadline - time.monotonic())
-            if self._changed.wait_for(lambda: self._has_ended(keys), min(left, _STOP_SECONDS)):
-                return True
-            if left <= _STOP_SECONDS:
-                return False
-        return True
 
     def _has_ended(self, keys: Sequence[Hashable]) -> bool:
         return self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed

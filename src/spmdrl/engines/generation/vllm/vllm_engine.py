@@ -21,6 +21,7 @@ from spmdrl.engines.generation.native.running_rows import Row, rows_of
 from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights, completes_stop_string
 from spmdrl.engines.generation.vllm import vllm_cpu
 from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode, logprobs_of_prompt
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import unstack
 from spmdrl.nouns.batch import WeightSlice, whole_slice
@@ -45,6 +46,7 @@ class VllmEngine:
         self._config = read_config(model_folder)
         self._dtype = dtype
         self._tensor = tensor
+        self._position_bytes = _position_bytes(self._config, tensor, dtype)
         self._decode_text = decode
         self._on_cpu = device.type == "cpu"
         # Unlike a list of the ids that are allowed, it is short; a run that speculates can't have it.
@@ -61,11 +63,11 @@ class VllmEngine:
 
         self._vllm = vllm
         if self._on_cpu:
-            self._prepare_cpu()
+            _prepare_cpu(self._config, tensor)
         with _launch_variables():
             self._llm = vllm.LLM(**(self._arguments(model_folder, rollout) | rollout.engine_kwargs))
-        self._detach()
-        self._packs_experts = self._on_cpu and self._reload_leaves_experts()
+        _detach(self._llm)
+        self._packs_experts = self._on_cpu and _reload_leaves_experts(self._llm)
         self._discard()
 
     @property
@@ -96,10 +98,11 @@ class VllmEngine:
         responses: list[Response] = []
         for output in self._llm.llm_engine.step() if self._rows else ():
             row, completion = int(output.request_id), output.outputs[0]
-            self._note(self._rows[row], completion)
+            exact = gives_unfiltered(self._logprobs_mode, self._rows[row].request.sampling)
+            _note(self._rows[row], completion, self.version, exact=exact)
             if output.finished:
                 responses.append(self._rows.pop(row).response(completion.finish_reason))
-            elif self._is_stopped(self._rows[row]):
+            elif _is_stopped(self._rows[row], self._decode_text):
                 self._llm.llm_engine.abort_request([str(row)])
                 responses.append(self._rows.pop(row).response("stop"))
         return responses
@@ -175,26 +178,6 @@ class VllmEngine:
         cache = self._llm.llm_engine.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size * self._position_bytes
 
-    @property
-    def _position_bytes(self) -> int:
-        """What one token takes in this rank's KV cache."""
-        config = self._config
-        if config.latent is not None:
-            # Every rank caches the vector that all heads share.
-            size = config.latent.key_value_rank + config.latent.rotary_size
-        else:
-            size = max(1, config.num_kv_heads // self._tensor) * (config.head_size + config.value_head_size)
-        return config.num_layers * size * self._dtype.itemsize
-
-    def _reload_leaves_experts(self) -> bool:
-        """Whether experts aren't packed by a reload: then those of the model's own files differ from before it."""
-        [before] = self._llm.apply_model(vllm_cpu.first_expert_weights)
-        if before is None:
-            return False
-        self._llm.collective_rpc("reload_weights")
-        [after] = self._llm.apply_model(vllm_cpu.first_expert_weights)
-        return not torch.equal(before, after)
-
     def _discard(self) -> None:
         """Drop weights and cache: the next step's weights replace them, so nothing is kept on the host (level 2)."""
         if not self._on_cpu:
@@ -228,27 +211,6 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = cache_bytes
         return arguments
 
-    def _detach(self) -> None:
-        """Undo what would outlive the engine, or what would end the job's own with it."""
-        from vllm.distributed.parallel_state import get_tp_group
-
-        # Its shared memory has a name, so a job that is killed would leave it behind; here nothing is sent through it.
-        get_tp_group().mq_broadcaster = None
-        # A dropped engine would take the job's process group with it; versions without this leave the group alone.
-        if finalizer := getattr(self._llm.llm_engine.engine_core, "_finalizer", None):
-            finalizer.detach()
-        # vLLM exempts from collection all that there is, so a dropped engine would stay in memory.
-        gc.unfreeze()
-
-    def _prepare_cpu(self) -> None:
-        from vllm.distributed import parallel_state
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        vllm_cpu.check_sizes(self._config, self._tensor, CPUAttentionBackend.get_supported_head_sizes())
-        # Ranks that name their group differently talk through torch.distributed. The other way is shared memory of a
-        # fixed name, which two jobs on a host would mix up, and which a job leaves behind.
-        parallel_state._group_name_counter["tp"] = read_launch_environment(os.environ).rank
-
     def _require_awake(self) -> None:
         if not self._cache_awake:
             raise RuntimeError("a sleeping engine can't generate; call wake_weights, load_weights, then wake_cache")
@@ -275,20 +237,6 @@ class VllmEngine:
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    def _note(self, row: Row, completion: Any) -> None:
-        """Take over the tokens of one output, which holds those of its step only."""
-        exact = gives_unfiltered(self._logprobs_mode, row.request.sampling)
-        for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
-            row.token_ids.append(token)
-            # Better no number than one of another distribution.
-            row.logprobs.append(candidates[token].logprob if exact else math.nan)
-            row.versions.append(self.version)
-
-    def _is_stopped(self, row: Row) -> bool:
-        """Whether the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
-        strings, decode = row.request.sampling.stop_strings, self._decode_text
-        return bool(strings) and decode is not None and completes_stop_string(row.token_ids, strings, decode)
-
 
 @contextlib.contextmanager
 def _launch_variables() -> Iterator[None]:
@@ -303,3 +251,61 @@ def _launch_variables() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -> int:
+    """What one token takes in the KV cache of one of so many ranks."""
+    if config.latent is not None:
+        # Every rank caches the vector that all heads share.
+        size = config.latent.key_value_rank + config.latent.rotary_size
+    else:
+        size = max(1, config.num_kv_heads // num_ranks) * (config.head_size + config.value_head_size)
+    return config.num_layers * size * dtype.itemsize
+
+
+def _reload_leaves_experts(llm: Any) -> bool:
+    """Whether experts aren't packed by a reload: then those of the model's own files differ from before it."""
+    [before] = llm.apply_model(vllm_cpu.first_expert_weights)
+    if before is None:
+        return False
+    llm.collective_rpc("reload_weights")
+    [after] = llm.apply_model(vllm_cpu.first_expert_weights)
+    return not torch.equal(before, after)
+
+
+def _detach(llm: Any) -> None:
+    """Undo what would outlive the engine, or what would end the job's own with it."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    # Its shared memory has a name, so a job that is killed would leave it behind; here nothing is sent through it.
+    get_tp_group().mq_broadcaster = None
+    # A dropped engine would take the job's process group with it; versions without this leave the group alone.
+    if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
+        finalizer.detach()
+    # vLLM exempts from collection all that there is, so a dropped engine would stay in memory.
+    gc.unfreeze()
+
+
+def _prepare_cpu(config: DecoderConfig, num_ranks: int) -> None:
+    from vllm.distributed import parallel_state
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    vllm_cpu.check_sizes(config, num_ranks, CPUAttentionBackend.get_supported_head_sizes())
+    # Ranks that name their group differently talk through torch.distributed. The other way is shared memory of a
+    # fixed name, which two jobs on a host would mix up, and which a job leaves behind.
+    parallel_state._group_name_counter["tp"] = read_launch_environment(os.environ).rank
+
+
+def _note(row: Row, completion: Any, version: int, *, exact: bool) -> None:
+    """Take over the tokens of one output, which holds those of its step only."""
+    for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
+        row.token_ids.append(token)
+        # Better no number than one of another distribution.
+        row.logprobs.append(candidates[token].logprob if exact else math.nan)
+        row.versions.append(version)
+
+
+def _is_stopped(row: Row, decode: Decode | None) -> bool:
+    """Whether the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
+    strings = row.request.sampling.stop_strings
+    return bool(strings) and decode is not None and completes_stop_string(row.token_ids, strings, decode)
