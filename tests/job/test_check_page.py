@@ -17,8 +17,10 @@ from spmdrl.job.start.prepared import check_room, prepare_without_weights
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
 
-MAKE = "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "
-"intermediate_size: 64}"
+MAKE = (
+    "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "
+    "intermediate_size: 64}"
+)
 
 
 def written(folder: Path, **columns: object) -> Path:

@@ -43,6 +43,7 @@ OVERRIDES = {
     "data.train": ["data.train=synthetic://addition?low=0&high=9&count=41"],
     "data.eval": ["data.eval=synthetic://addition?low=0&high=9&count=41"],
     "data.chat_template_file": [f"data.chat_template_file={__file__}"],
+    "algo.divergence_bounds": ["algo.divergence_bounds=[0.1, 0.2]"],
     "optim.betas": ["optim.betas=[0.8, 0.9]"],
     "checkpoint.save_by": ["checkpoint.save_by=1:00:00"],
     "sft.optim.betas": ["sft.optim.betas=[0.8, 0.9]"],

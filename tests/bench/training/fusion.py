@@ -117,8 +117,9 @@ def _row(case: str, fused: Sequence[FusionRun], unfused: Sequence[FusionRun]) ->
 
 def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool) -> FusionRun:
     """One run of the `train` verb."""
-    shape = {"hidden_size": arguments.width, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2,
-             "intermediate_size": 3 * arguments.width, "max_positions": 16 + arguments.length}  # fmt: skip
+    shape = {"hidden_size": arguments.width, "num_hidden_layers": 6, "num_attention_heads": 4,
+             "num_key_value_heads": 2,
+             "intermediate_size": 3 * arguments.width, "max_position_embeddings": 16 + arguments.length}  # fmt: skip
     settings: dict[str, object] = {
         "model.make": json.dumps(shape | {"chars": "0123456789+=<>"}),
         "data.train": "synthetic://addition?low=0&high=99&count=200",
