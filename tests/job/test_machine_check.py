@@ -48,8 +48,8 @@ def test_what_is_lacking_fails_with_its_remedy(tmp_path, monkeypatch):
     assert "FAILED ports:" in job.stdout and "set MASTER_PORT to a free one" in job.stdout
     large = (
         "model.make={hidden_size: 65536, num_hidden_layers: 400, intermediate_size: 262144, num_attention_heads: 64, "
+        "num_key_value_heads: 64}"
     )
-    "num_key_value_heads: 64}"
     job = run_job("check", config, f"run.dir={tmp_path / 'run'}", large, "checkpoint.interval=1")
     assert job.returncode == 1 and "FAILED disk:" in job.stdout and "checkpoint.model_only" in job.stdout
     assert not (tmp_path / "run").exists(), "one rank writes nothing"

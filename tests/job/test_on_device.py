@@ -226,7 +226,7 @@ def test_a_checkpoint_gives_the_same_answers_as_on_a_cpu(one_rank: Path, tmp_pat
         for verb in ("eval", "generate"):
             target = tmp_path / run.__name__ / verb
             run(verb, *settings, f"run.dir={target}")
-            (file,) = [*target.glob("*.jsonl"), *target.glob("eval/*/*.jsonl")]
+            (file,) = target.glob(f"{verb}/*/*.jsonl")
             answers.setdefault(verb, []).append(file.read_text())
     for verb, (expected, found) in answers.items():
         assert found == expected and len(found.splitlines()) >= 8, verb
