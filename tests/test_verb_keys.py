@@ -88,7 +88,7 @@ def test_a_file_with_keys_of_no_verb_whose_steps_it_has_is_refused(tmp_path: Pat
 
 def test_a_file_that_several_verbs_share_is_read_and_what_isnt_read_is_named(tmp_path: Path) -> None:
     text = (
-        "optim: {lr: 1e-3}\ntrain: {max_steps: 9, skip_zero_advantage: false}\n"
+        "optim: {lr: 1e-3}\ntrain: {max_steps: 9, max_skipped_in_a_row: 5}\n"
         "sft: {max_steps: 3}\nrollout: {top_p: 0.5}\n"
     )
     path = written(tmp_path, text)
