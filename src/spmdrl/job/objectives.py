@@ -168,7 +168,7 @@ class PairObjective(Objective):
 
     @abstractmethod
     def _scored(self, rows: TokenRows) -> Any:
-        """What the model gives for rows, as the loss gets it of a micro-batch."""
+        """Scores of rows, as the loss gets them of a micro-batch."""
 
     @abstractmethod
     def _losses(self, scored: Any, columns: Mapping[str, Tensor], row_R: Tensor, num_rows: int) -> PairLoss:

@@ -263,7 +263,7 @@ def gather_ragged_rows(values_T: Tensor, offsets: Tensor, index: Tensor) -> tupl
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """What of a run's settings algorithms credit rewards by, beside their own."""
+    """Settings of a run that algorithms credit rewards by, beside their own."""
 
     part_names: tuple[str, ...]
     """of each reward function"""
@@ -277,7 +277,7 @@ class CreditSettings:
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """What advantages are made from: all rows of a global batch, in row order."""
+    """Inputs of advantages: all rows of a global batch, in row order."""
 
     rewards_B: Tensor
     """float32; NaN where a row has no usable reward"""

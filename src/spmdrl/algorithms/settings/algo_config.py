@@ -61,7 +61,7 @@ class ClipRange:
 
 @dataclass(frozen=True)
 class AlgoConfig:
-    """What to learn from the rewards; each algorithm adds its own settings in a subclass beside its functions."""
+    """Settings of every algorithm; each adds its own in a subclass."""
 
     name: str
     """the algorithm"""
@@ -130,7 +130,7 @@ class AlgoConfig:
 
     @property
     def weighs_by_old(self) -> bool:
-        """Whether the loss of a token has a weight that compares with the policy that the step began with."""
+        """True if a token's loss has a weight that compares with the policy that the step began with."""
         return self.rollout_is != "none" or (self.kl_in_loss and self.kl_gradient == "importance")
 
     @property
@@ -139,7 +139,7 @@ class AlgoConfig:
 
     @property
     def kl_in_credit(self) -> bool:
-        """Whether the KL term lowers rewards or advantages."""
+        """True if the KL term lowers rewards or advantages."""
         return self.kl_coef > 0 and self.kl_in != "loss"
 
 
@@ -161,7 +161,7 @@ class ClippedConfig(AlgoConfig):
 
 @dataclass(frozen=True)
 class GroupRelativeConfig(AlgoConfig):
-    """How rewards are compared with those of the same prompt."""
+    """Comparison of rewards with those of the same prompt."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """rewards minus their group's mean are divided by the standard deviation of the group or of the batch; none: not

@@ -12,7 +12,7 @@ from spmdrl.algorithms.settings.algo_config import AlgoConfig, LossAggregation
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """How a policy learns which response is preferred (DPO, arXiv:2305.18290)."""
+    """Learning which response is preferred (DPO, arXiv:2305.18290)."""
 
     loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """loss of a pair whose log-ratios to the reference, summed over tokens, differ by h; sigmoid: -log sigmoid(beta h)

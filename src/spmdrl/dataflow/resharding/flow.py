@@ -32,7 +32,7 @@ from spmdrl.resources.world import World
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one switch of the flow cost this rank."""
+    """Costs of one switch of the flow on this rank."""
 
     seconds: float
     received_bytes: int = 0
@@ -338,7 +338,7 @@ def _together(left: Sequence[Left]) -> Left:
 
 
 def groups_of(role: Role, trainer: Trainer) -> dict[str, TensorsByName]:
-    """What the swap moves of a role, by owner."""
+    """Bytes of a role that the swap moves, by owner."""
     groups: dict[str, TensorsByName] = {role.weights: partial(_local_tensors, trainer)}
     if role.base is not None and not all(map(trainer.updates, trainer.named_shards())):
         groups[role.weights] = partial(_local_tensors, trainer, trainer.updates)

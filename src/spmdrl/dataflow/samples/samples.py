@@ -96,7 +96,7 @@ class Samples:
         return batch if groups is None else groups.share(batch if groups.is_leader else None)
 
     def _are_beside(self, groups: RowGroups, rows: Integers) -> bool:
-        """Whether rows live on the one node that has all ranks of the group."""
+        """True if rows live on the one node that has all ranks of the group."""
         nodes = {self._dock.world.launch.node_of(rank) for rank in groups.members.ranks}
         return len(nodes) == 1 and nodes.issuperset(self.rows.lives.catalogue.homes[rows].tolist())
 

@@ -177,7 +177,7 @@ class StepRows:
 
     @property
     def num_dropped(self) -> Mapping[str, int]:
-        """How many rows were dropped so far, by the reason."""
+        """Rows dropped so far, by the reason."""
         return self.lives.account().num_dropped
 
     @property
@@ -192,5 +192,5 @@ class StepRows:
         return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
     def is_trained(self, row: int) -> bool:
-        """Whether the update has used this row."""
+        """True if the update has used this row."""
         return row in self.lives.controllers[WorkerState.UPDATE].rows_with(RowStatus.CONSUMED)

@@ -110,7 +110,7 @@ class FittedPasses:
         return [[row for bundle in bundles for row in bundle.rows]] if most_tokens else []
 
     def redone(self, attempt: Callable[[], Made]) -> Made:
-        """What an attempt gives, done anew with half the tokens per micro-batch where a rank ran out of memory."""
+        """Repeat an attempt with half the tokens per micro-batch where a rank ran out of memory."""
         while True:
             self._passes.ran_out = ""
             try:
@@ -139,14 +139,14 @@ class FittedPasses:
             raise MemoryRanOut(f"{who} ran out of memory: {words or 'see its words'}")
 
     def routing_scope(self, rows: TokenRows) -> RoutingScope | None:
-        """What the routers of one update share. Collective over the data axes."""
+        """Totals that the routers of one update share. Collective over the data axes."""
         if self._config.moe is None:
             return None
         num_rows = int(self._mesh.data.sum(torch.tensor([len(rows)])))
         return RoutingScope(self._config, self._training.routing, num_rows, self._mesh.context, self._mesh.tensor)
 
     def router_statistics(self, micros: Sequence[MicroBatch]) -> RouterStatistics | None:
-        """What the routers did with the tokens of an update."""
+        """Metrics of the routers in an update."""
         if self._config.moe is None:
             return None
         statistics = RouterStatistics(self._config, self._training.routing, self._device.torch_device)

@@ -1,4 +1,4 @@
-"""What a run's folder records of its beginning and its end: summary.json, the report, and its models' cards."""
+"""Records of a run's beginning and end in its folder: summary.json, the report, and its models' cards."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def stage_timeout_seconds(config: Config) -> float:
 
 
 def deadline_of(save_by_seconds: float | None, environ: Mapping[str, str]) -> Deadline | None:
-    """When to save and leave: so long after now, else two minutes before Slurm ends the job.
+    """The time to save and leave: so long after now, else two minutes before Slurm ends the job.
 
     A tenth of the job's time before, where that is less.
     """

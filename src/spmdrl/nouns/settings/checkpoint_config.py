@@ -13,7 +13,7 @@ _WALL_TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and how many are kept."""
+    """Times of checkpoints, and the number that is kept."""
 
     interval: Annotated[int, Ge(0)] = 50
     """steps between checkpoints; 0: only after the last step"""

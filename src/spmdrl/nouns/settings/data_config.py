@@ -127,7 +127,7 @@ def check_kwargs(kwargs: object, name: str) -> None:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where prompts come from and how they are read."""
+    """Sources of prompts, and how they are read."""
 
     train: Any = None
     """training data: a file, a folder, a pattern such as data/*.jsonl or a synthetic:// URL; or a list of these, or of

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 @dataclass(frozen=True)
 class DockConfig:
-    """How the transfer dock places rows, and how it waits."""
+    """Placement of rows in the transfer dock, and its waits."""
 
     # Parts of a step's responses that models score one after another where rows wait for an environment: of each
     # replica shares of its rows in the order in which they ended, the later ones smaller; where replicas keep responses
@@ -38,7 +38,7 @@ SwapMode = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """How weights move from the update layout to the generation layout."""
+    """Movement of weights from the update layout to the generation layout."""
 
     bucket_bytes: Annotated[int, Ge(1)] = 64 << 20
     """temporary device memory for resharding; weights move through it bucket by bucket"""

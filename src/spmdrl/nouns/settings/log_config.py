@@ -12,7 +12,7 @@ BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where metrics go, and how many samples are kept to be read."""
+    """Destinations of metrics, and the number of samples that are kept to be read."""
 
     backends: tuple[str, ...] = ("console", "jsonl")
     """any of console, jsonl, tensorboard and wandb; keys of services come from the environment only"""

@@ -121,7 +121,7 @@ class MakeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained: a Hugging Face folder, or a small one made with random weights."""
+    """The model to train: a Hugging Face folder, or a small one made with random weights."""
 
     path: str | None = None
     """folder of a Hugging Face model, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"""

@@ -17,11 +17,11 @@ class MoeConfig:
     intermediate_size: int
     """Width I of one expert."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's products become affinities; sigmoid brings a correction bias that only the choice sees."""
+    """Function from the router's products to affinities; sigmoid brings a correction bias that only the choice sees."""
     normalize: bool = False
-    """Whether the weights of a token's experts add up to 1 before `weight_scale`."""
+    """True: the weights of a token's experts add up to 1 before `weight_scale`."""
     weight_scale: float = 1.0
-    """What the weights are multiplied by."""
+    """Factor of the weights."""
     num_groups: int = 1
     """Groups of neighbouring experts; a token chooses among the experts of its best groups only."""
     groups_per_token: int = 1
@@ -69,7 +69,7 @@ class LatentConfig:
     value_size: int
     """Head size V of the values."""
     rotates_neighbours: bool = True
-    """Whether the rotation turns pairs of neighbours (as DeepSeek's weights require), or dims half a part away."""
+    """True: the rotation turns pairs of neighbours (as DeepSeek's weights require); False: dims half a part away."""
 
     def __post_init__(self) -> None:
         if self.rotary_size % 2:

@@ -26,7 +26,7 @@ CODE = "code"
 
 @dataclass(frozen=True)
 class CodeConfig:
-    """What the reward code gives to a program that a response holds, and what the program may use."""
+    """Score of the program that a response holds, and limits of what it may use."""
 
     score: Literal["share", "all"] = "share"
     """share: the share of a row's tests that pass; all: 1 where every test passes, else 0"""
@@ -61,7 +61,7 @@ CallLevel = Literal["response", "group"]
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How rewards are computed."""
+    """Computation of rewards."""
 
     functions: tuple[str, ...] = ("math",)
     """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), code (runs
@@ -151,7 +151,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """What answers the model between its turns."""
+    """The environment, which answers the model between its turns."""
 
     function: str | None = None
     """the environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none,

@@ -65,12 +65,12 @@ class CriticConfig(BesideConfig):
 
     @property
     def columns_for_returns(self) -> frozenset[str]:
-        """What returns are made of beside rewards."""
+        """Inputs of returns beside rewards."""
         return frozenset({"values"} if self.lam < 1 else ()) | ({END_VALUE} if self.bootstraps else frozenset())
 
     @property
     def bootstraps(self) -> bool:
-        """Whether cut responses are followed by a value."""
+        """True if a value follows cut responses."""
         return self.truncation == "bootstrap"
 
 

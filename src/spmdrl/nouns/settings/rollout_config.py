@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Interval
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are drawn: temperature first, then min-p, top-k and top-p."""
+    """Sampling of one request's tokens: temperature first, then min-p, top-k and top-p."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""

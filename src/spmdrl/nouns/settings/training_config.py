@@ -40,7 +40,7 @@ DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU = 2048
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How the experts of sparse models are kept evenly loaded, and whose choices an update takes."""
+    """Balance of sparse models' experts, and whose choices an update takes."""
 
     aux_loss_coefficient: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
     """weight of the sequence-wise balance loss, averaged over the rows of an update and summed over layers"""
@@ -55,7 +55,7 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long to train, and how a batch is cut up."""
+    """Length of training, and the cutting of a batch."""
 
     # Rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
     # response is more than four times as long; equal responses too, and in dense models no token behind which nothing

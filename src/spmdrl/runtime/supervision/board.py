@@ -69,7 +69,7 @@ _VERDICTS = {kind.__name__: kind for kind in (Stop, FirstFailure, Hang)}
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank publishes."""
+    """A rank's published place, progress and requests."""
 
     number: int = 0
     """grows from line to line: without a new one the rank is silent"""
@@ -126,7 +126,7 @@ class Board:
 
 
 def decide(board: Board) -> Verdict | None:
-    """What follows from the board on this rank: first of all a hang, then a request to stop, then a failure."""
+    """Return what follows from the board on this rank: first a hang, then a request to stop, then a failure."""
     main = board.lines.get(0) if board.own.rank != 0 else None
     if main is not None and isinstance(main.verdict, Hang):
         return main.verdict

@@ -125,7 +125,7 @@ def _counts() -> list[str]:
 
 @dataclass
 class _Seen:
-    """How often the main thread was looked at in a stage, and how often it worked."""
+    """Number of looks at the main thread in a stage, and of those in which it worked."""
 
     num_looks: float = 0.0
     num_working: float = 0.0

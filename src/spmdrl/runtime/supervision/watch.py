@@ -51,7 +51,7 @@ OnHang = Callable[[str, Path | None], None]
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a job stops by itself."""
+    """Time at which a job stops by itself."""
 
     time: float
     """by `time.time`"""
@@ -324,7 +324,7 @@ class Watch:
             self._on_hang(line, written)
 
     def _waits_in_vain(self) -> bool:
-        """Whether this rank waits for calls, none of which got an answer for too long."""
+        """True if this rank waits for calls, none of which got an answer for too long."""
         state = state_of_this(self._config.rank, time.monotonic() - self._progressed_at)
         return activity.calls is not None and bool(culprits([state], {}, self._config.limit_seconds))
 

@@ -1,4 +1,4 @@
-"""Whether calls of users' functions run in processes of their own, or in this one, where a debugger stops in them."""
+"""The choice between processes of their own for users' functions and this one, where a debugger stops in them."""
 
 from __future__ import annotations
 

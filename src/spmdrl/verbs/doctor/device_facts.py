@@ -1,4 +1,4 @@
-"""What the device of this machine is, as JSON: `python -m spmdrl.verbs.doctor.device_facts [auto|cpu|cuda|npu]`.
+"""Facts of this machine's device, as JSON: `python -m spmdrl.verbs.doctor.device_facts [auto|cpu|cuda|npu]`.
 
 In a process of its own, because asking takes some of the device's memory until the process ends.
 """

@@ -111,7 +111,7 @@ def write_columns(folder: Path, node: int, catalogue: Catalogue, rows: Integers,
 
 
 def read_columns(folder: Path, catalogue: Catalogue, rows: Integers) -> Iterator[Batch]:
-    """What all nodes wrote of these rows, in batches of one column each.
+    """Read what all nodes wrote of these rows, in batches of one column each.
 
     Raises ValueError at the end if a column is missing that the catalogue has of a row.
     """

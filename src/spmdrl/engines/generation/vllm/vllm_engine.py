@@ -254,7 +254,7 @@ def _launch_variables() -> Iterator[None]:
 
 
 def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -> int:
-    """What one token takes in the KV cache of one of so many ranks."""
+    """Bytes of one token in the KV cache of one of so many ranks."""
     if config.latent is not None:
         # Every rank caches the vector that all heads share.
         size = config.latent.key_value_rank + config.latent.rotary_size
@@ -264,7 +264,7 @@ def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -
 
 
 def _reload_leaves_experts(llm: Any) -> bool:
-    """Whether experts aren't packed by a reload: then those of the model's own files differ from before it."""
+    """True if a reload doesn't pack experts: then those of the model's own files differ from before it."""
     [before] = llm.apply_model(vllm_cpu.first_expert_weights)
     if before is None:
         return False
@@ -306,6 +306,6 @@ def _note(row: Row, completion: Any, version: int, *, exact: bool) -> None:
 
 
 def _is_stopped(row: Row, decode: Decode | None) -> bool:
-    """Whether the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
+    """True if the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
     strings = row.request.sampling.stop_strings
     return bool(strings) and decode is not None and completes_stop_string(row.token_ids, strings, decode)

@@ -65,7 +65,7 @@ class RowBlocks:
         return min(2, self.growth(group))
 
     def is_growing(self, row: Row) -> bool:
-        """Whether a running row may still take blocks."""
+        """True if a running row may still take blocks."""
         # Those that may leave a branch, and are fed then, copy a block even if they take no others.
         may_leave = not row.is_first and row.length < _num_positions(row.request)
         return may_leave or len(row.table) < self.most(row.request)
