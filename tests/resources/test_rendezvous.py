@@ -262,12 +262,15 @@ def test_the_store_answers_threads_that_watch_while_the_main_one_waits_in_it():
 
 
 def watch_without_rank_0(own: dict[str, str], folder: Path) -> None:
-    """Be one of two ranks, the first of which ends once both have met; the other one wants to watch after that."""
+    """Be one of two ranks, the first of which ends once both are inside; the other one wants to watch after that."""
     os.environ.update(own)
     rank = int(os.environ["RANK"])
     with contextlib.suppress(RuntimeError), open_world("cpu", 30.0, network=Network(folder)) as world:
         if rank == 0:
+            # Rank 1 may still be connecting.
+            world.store.wait(["rank 1 is inside"])
             os._exit(0)
+        world.store.set("rank 1 is inside", "")
         with contextlib.suppress(RuntimeError):
             while not world.store.check(["what never comes"]):
                 time.sleep(0.01)
