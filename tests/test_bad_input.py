@@ -121,7 +121,7 @@ def test_a_reward_that_lacks_its_variable_ends_the_evaluation_after_some_rows_an
     overrides = [f"run.dir={tmp_path / 'run'}", f"reward.functions=[{reward}:fn]", "rollout.max_completion_length=20"]
     held_out = ["data.eval=synthetic://addition?low=0&high=9&count=60", "eval.num_samples=20"]
     job = run_job("train", tiny_config(tmp_path), *overrides, *held_out, "eval.before_train=true", timeout=90)
-    assert_refused(job, ["failed on all of the first rows", f"({reward}:4 in fn)", "pass it with reward.environment"])
+    assert_refused(job, ["failed on all of the first rows", f"({reward}:4 in fn)", "pass it with reward.variables"])
 
 
 def processes_with(word: str) -> list[str]:

@@ -37,13 +37,22 @@ from spmdrl.runtime.screen import safe_text
 
 
 @dataclass(frozen=True)
-class SftConfig:
-    """Supervised training: what the `sft` verb does, and `train` before its first step where `max_steps` > 0."""
+class OfflineConfig:
+    """The steps of a verb that trains on data alone."""
 
     max_steps: Annotated[int, Ge(0)] = 0
-    """optimizer steps; 0: no supervised training"""
+    """optimizer steps; in `train`, sft.max_steps > 0 trains so before the first step"""
+    rows_per_step: Annotated[int, Ge(1)] = 64
+    """rows, or pairs, per optimizer step, over all ranks"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """the optimizer"""
+
+
+@dataclass(frozen=True)
+class SftConfig(OfflineConfig):
+    """Supervised training: what the `sft` verb does, and `train` before its first step where `max_steps` > 0."""
+
     rows_per_step: Annotated[int, Ge(1)] = 256
-    """rows per optimizer step, over all ranks"""
     turns: Literal["last", "all"] = "last"
     """what is learnt of a conversation in the chat template; last: its last message; all: every message of the
     assistant, with the token that ends its turn"""
@@ -54,31 +63,19 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
-class PreferencesConfig(PreferenceConfig):
+class PreferencesConfig(PreferenceConfig, OfflineConfig):
     """What the `preferences` verb does: DPO on the pairs of `data.train`."""
-
-    max_steps: Annotated[int, Ge(0)] = 0
-    """optimizer steps"""
-    rows_per_step: Annotated[int, Ge(1)] = 64
-    """rows, each a pair, per optimizer step, over all ranks"""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
-    """the optimizer"""
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(OfflineConfig):
     """What the `reward-model` verb does: it trains a model to score the better response of a pair higher."""
 
-    max_steps: Annotated[int, Ge(0)] = 0
-    """optimizer steps"""
-    rows_per_step: Annotated[int, Ge(1)] = 64
-    """rows, each a pair, per optimizer step, over all ranks"""
     centring: Annotated[float, Ge(0)] = 0.0
     """weight of the square of both scores' sum, which keeps scores around 0 (arXiv:2312.09244; 0.01 there)"""
     margin_key: str | None = None
     """column with the margin by which the better response of a row is to score higher (arXiv:2307.09288); null: 0"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    """the optimizer"""
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,22 @@ class Key:
     @property
     def text(self) -> str:
         """The text under the field."""
-        return _field_texts(self.owner).get(self.name.rpartition(".")[2], "")
+        return _field_texts(self.owner).get(self.last, "")
+
+    @property
+    def section(self) -> str:
+        """The name of its section, empty at the top."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def last(self) -> str:
+        """The name without its section."""
+        return self.name.rpartition(".")[2]
 
     @property
     def base(self) -> Any:
         """The class that defines the key, which may be a base of its owner."""
-        name = self.name.rpartition(".")[2]
-        return next(base for base in self.owner.__mro__ if name in getattr(base, "__annotations__", ()))
+        return next(base for base in self.owner.__mro__ if self.last in getattr(base, "__annotations__", ()))
 
     def is_like(self, other: Key) -> bool:
         """Whether two classes have the same key, with the same type, default and text."""

@@ -126,10 +126,10 @@ def config_page(root: type[Any]) -> Iterator[str]:
     top = list(own_keys(root))
     yield from ["", "## Top level", ""]
     yield from (line for key in top if not key.sections for line in _key_item(key))
-    # What several algorithms and a section of its own have in common is listed there.
-    shared = [section for section in top if len(section.sections) == 1]
-    listed: dict[Any, Key] = {base: section for section in shared for base in section.sections[0].__bases__[:1]}
-    listed.pop(object)
+    # Keys that several sections have from one base are listed in the first section that is always of one class.
+    listed: dict[Any, Key] = {}
+    for key in (key for section in top if len(section.sections) == 1 for key in key_groups(section)[""]):
+        listed.setdefault((key.base, key.last, repr(key.default)), key)
     for section in top:
         yield from _section_part(section, "##", listed) if section.sections else ()
 
@@ -144,21 +144,21 @@ def _section_part(section: Key, level: str, listed: dict[Any, Key]) -> Iterator[
     groups = _shown_groups(section)
     for choices, keys in groups.items():
         yield from ["", f"With `{choices}`:", ""] if choices and keys else ()
-        known_bases = {base: other for base, other in listed.items() if isinstance(base, type) and choices}
-        own = [key for key in keys if key.base not in known_bases]
-        yield from (line for key in own if not key.sections for line in _key_item(key))
-        for base, other in known_bases.items():
-            names = [f"`{key.name}`" for key in keys if key.base is base]
-            yield from [f"- {', '.join(names)}: as in [{other.name}](#{other.name})."] if names else ()
+        values = [key for key in keys if not key.sections]
+        homes = {key.name: listed.get((key.base, key.last, repr(key.default)), key).section for key in values}
+        yield from (line for key in values if homes[key.name] == section.name for line in _key_item(key))
+        for home in dict.fromkeys(home for home in homes.values() if home != section.name):
+            names = ", ".join(f"`{name}`" for name, other in homes.items() if other == home)
+            yield from _wrapped_item(f"- {names}: as in [{home}](#{home}).")
     for key in (key for keys in groups.values() for key in keys if key.sections):
         yield from _section_part(key, level + "#", listed)
 
 
 def _as_listed(section: Key, known: Key) -> str:
     """A section by another one of its class, with the defaults that it has otherwise."""
-    theirs = {key.name.rpartition(".")[2]: key.default for key in key_groups(known)[""]}
-    own = [(key.name.rpartition(".")[2], key) for key in key_groups(section)[""]]
-    other = [f"`{name}` has the default `{_default_text(key)}`" for name, key in own if key.default != theirs[name]]
+    theirs = {key.last: key.default for key in key_groups(known)[""]}
+    own = [key for key in key_groups(section)[""] if key.default != theirs[key.last]]
+    other = [f"`{key.last}` has the default `{_default_text(key)}`" for key in own]
     return "; ".join([f"Keys as in [{known.name}](#{known.name.replace('.', '')})", *other]) + "."
 
 
@@ -168,6 +168,10 @@ def _key_item(key: Key) -> list[str]:
     text = key.text.rstrip(".").replace("<", "&lt;").replace("*", "\\*")
     also = ", ".join(f"`{name}` ({alias.origin})" for name, alias in ALIASES.items() if alias.key == key.name)
     item = f"- `{key.name}` ({describe(key.kind)}; default {default}): {text}." + (f" Also {also}." if also else "")
+    return _wrapped_item(item)
+
+
+def _wrapped_item(item: str) -> list[str]:
     return textwrap.wrap(item, 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
@@ -175,7 +179,7 @@ def json_schema(root: Any) -> dict[str, Any]:
     """JSON schema of a configuration file; as several files may make one configuration, no key is required."""
     classes = _for_files(adapter(root).json_schema()["$defs"])
     for key in schema(root):
-        classes[key.owner.__name__]["properties"][key.name.rpartition(".")[2]]["description"] = key.text
+        classes[key.owner.__name__]["properties"][key.last]["description"] = key.text
     for spelling, alias in spellings_of(ALIASES).items():
         section, _, name = spelling.rpartition(".")
         # Sections of other trainers have none here.

@@ -109,7 +109,7 @@ def test_a_poisoned_call_has_its_verdict_in_time_and_the_next_call_is_scored(poi
 
 def test_a_grandchild_dies_with_its_call(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDRL_TEST_PID_FILE", str(tmp_path / "pid"))
-    with RewardPool(config_of("poison", environment=("SPMDRL_TEST_PID_FILE",))) as pool:
+    with RewardPool(config_of("poison", variables=("SPMDRL_TEST_PID_FILE",))) as pool:
         assert scored(pool, "grandchild").verdicts == [Verdict.TIMED_OUT]
         assert wait_until_dead([int((tmp_path / "pid").read_text())]) == []
 
@@ -138,7 +138,7 @@ def test_a_helper_that_a_reward_keeps_lives_as_long_as_the_worker():
 
 def test_a_worker_whose_guard_was_stopped_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDRL_TEST_PID_FILE", str(tmp_path / "pids"))
-    with RewardPool(config_of("poison", environment=("SPMDRL_TEST_PID_FILE",))) as pool:
+    with RewardPool(config_of("poison", variables=("SPMDRL_TEST_PID_FILE",))) as pool:
         assert scored(pool, "stop_guard").verdicts == [Verdict.TIMED_OUT]
         assert wait_until_dead(pids_in(tmp_path / "pids"), 0.0) == []
         assert scored(pool, "fine").rewards == [1.0]
@@ -230,10 +230,10 @@ def test_rewards_get_the_common_variables_and_those_that_the_config_names(monkey
     completions = ["environment"] * 4
     with RewardPool(config_of("poison")) as pool:
         assert scored(pool, *completions).rewards == [0.0, 0.0, 0.0, 1.0]
-    with RewardPool(config_of("poison", environment=("JUDGE_KEY",))) as pool:
+    with RewardPool(config_of("poison", variables=("JUDGE_KEY",))) as pool:
         assert scored(pool, *completions).rewards == [0.0, 0.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match="reward.environment names NO_SUCH_KEY"):
-        RewardPool(config_of("poison", environment=("NO_SUCH_KEY",)))
+    with pytest.raises(ValueError, match="reward.variables names NO_SUCH_KEY"):
+        RewardPool(config_of("poison", variables=("NO_SUCH_KEY",)))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def start_pool_of_its_own(kind: str, pid_file: Path) -> subprocess.Popen[str]:
         "from spmdrl.engines.reward.calls import RewardCall\n"
         "from spmdrl.engines.reward.pool import RewardConfig, RewardPool\n"
         "config = RewardConfig((sys.argv[1],), timeout_seconds=60.0, isolation='process',\n"
-        "                      environment=('SPMDRL_TEST_PID_FILE',))\n"
+        "                      variables=('SPMDRL_TEST_PID_FILE',))\n"
         "pool = RewardPool(config)\n"
         "pool.submit({1: RewardCall(['p'], [sys.argv[2]], [[1]], {})})\n"
         "path = os.environ['SPMDRL_TEST_PID_FILE']\n"

@@ -66,10 +66,10 @@ class RewardPool:
         setup = WorkerSetup(
             section="reward",
             functions_key="reward.functions",
-            variables_key="reward.environment",
+            variables_key="reward.variables",
             runner=functions.__name__,
             functions=config.functions,
-            environment=config.environment,
+            environment=config.variables,
             memory_limit_gib=config.memory_limit_gib,
             settings=asdict(config.code),
         )

@@ -30,9 +30,6 @@ class CodeConfig:
 
     score: Literal["share", "all"] = "share"
     """share: the share of a row's tests that pass; all: 1 where every test passes, else 0"""
-    tests_key: str | None = None
-    """column that has a row's tests; null: the first of tests, test_cases, verification_info, input_output, test_list,
-    test, public_tests, public_test_cases, answer that a row has"""
     test_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 4.0
     """time of each test; the program is ended after it"""
     row_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 12.0
@@ -56,11 +53,29 @@ class CodeConfig:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessesConfig:
+    """The child processes that run a user's functions."""
+
+    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
+    """longest time of one call, which is then killed, and its rows have no reward; the reward code has
+    reward.code.row_seconds besides, for each row, and an environment that takes longer to be built is refused"""
+    workers: Annotated[int, Ge(1)] = 1
+    """number of processes, for rewards per rank, for environments per generation replica"""
+    isolation: Isolation = "auto"
+    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
+    process"""
+    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
+    """memory in GiB that a process and all that it starts may hold, shared memory included; null: no limit"""
+    variables: tuple[str, ...] = ()
+    """environment variables passed to the processes beside the common ones, such as the key of a service"""
+
+
 CallLevel = Literal["response", "group"]
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(ProcessesConfig):
     """Computation of rewards."""
 
     functions: tuple[str, ...] = ("math",)
@@ -81,20 +96,8 @@ class RewardConfig:
     call_level: CallLevel = "response"
     """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
     group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
-    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """a call that takes longer is killed, and its rows have no reward; the reward code has reward.code.row_seconds
-    besides, for each row"""
     max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
     """the run stops where more than this share of a step's rows couldn't be scored"""
-    workers: Annotated[int, Ge(1)] = 1
-    """reward processes per rank"""
-    isolation: Isolation = "auto"
-    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
-    process"""
-    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """memory in GiB that a reward process and all that it starts may hold, shared memory included; null: no limit"""
-    environment: tuple[str, ...] = ()
-    """environment variables passed to reward processes beside the common ones, such as the key of a judge's service"""
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -150,7 +153,7 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig:
+class EnvironmentConfig(ProcessesConfig):
     """The environment, which answers the model between its turns."""
 
     function: str | None = None
@@ -160,16 +163,3 @@ class EnvironmentConfig:
     """engine steps after which a row whose turn ended is continued. The number is fixed, so that a run repeats bit for
     bit; the engine waits where the environment takes longer, so a slow one wants more; 0: the engine waits for each
     step at once"""
-    timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """a step of the environment that takes longer is killed, and its row has no reward; one that takes longer to be
-    built is refused"""
-    workers: Annotated[int, Ge(1)] = 1
-    """environment processes per generation replica"""
-    isolation: Isolation = "auto"
-    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
-    process"""
-    memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """memory in GiB that an environment process and all that it starts may hold, shared memory included; null: no
-    limit"""
-    variables: tuple[str, ...] = ()
-    """environment variables passed to the processes beside the common ones, such as the key of a service"""

@@ -32,8 +32,9 @@ class BesideConfig(ReferenceConfig):
 
     section: ClassVar[str]
     path: str | None = None
-    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; null: the policy's own
-    model"""
+    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name, with the policy's
+    tokens; null: the policy's own model, which as a critic gets a new head, as other language models do, and as a
+    teacher has the weights that each step begins with"""
 
     def __post_init__(self) -> None:
         if self.path is not None and not self.path.strip():
@@ -45,9 +46,6 @@ class CriticConfig(BesideConfig):
     """A critic: a model of the policy's layers with a value head, trained to predict the return of each token."""
 
     section: ClassVar[str] = "critic"
-    path: str | None = None
-    """folder or hub name of a value model, or of a language model, which gets a new head; null: the policy's own
-    model"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the critic's own optimizer; its schedule counts the critic's steps"""
     warmup_steps: Annotated[int, Ge(0)] = 0
@@ -79,9 +77,6 @@ class TeacherConfig(BesideConfig):
     """A model that rates the policy's responses: a frozen one of any size, or the policy itself with more to go by."""
 
     section: ClassVar[str] = "teacher"
-    path: str | None = None
-    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; its tokenizer must have
-    the policy's tokens; null: the policy itself, with the weights that each step begins with"""
     prompt_column: str | None = None
     """column of the data with the teacher's prompt, text or messages, which may hold more than the policy's, such as
     the solution; null: the policy's prompt"""

@@ -75,5 +75,5 @@ def explain(error: BaseException) -> str:
     own = [frame for frame in frames if not frame.filename.startswith(_OTHERS) and "-packages" not in frame.filename]
     place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
     is_unset = isinstance(error, KeyError) and bool(frames) and frames[-1].filename in ("<frozen os>", os.__file__)
-    hint = "; pass it with reward.environment, or to an environment with environment.variables" if is_unset else ""
+    hint = "; pass it with reward.variables, or to an environment with environment.variables" if is_unset else ""
     return f"{type(error).__name__}: {error!s:.500}{place}{hint}"

@@ -107,7 +107,7 @@ class Hang:
             path.write_text(re.sub("|".join(words), lambda found: words[found[0]], _STRUCK))
             section = "reward" if self.way == "reward" else "environment"
             settings += [f"{section}.timeout_seconds=1000"]
-            passed = "reward.environment" if self.way == "reward" else "environment.variables"
+            passed = "reward.variables" if self.way == "reward" else "environment.variables"
             settings += [f"{passed}=[RANK]"] if self.num_ranks > 1 else []
             settings += [f"reward.functions=[{path}:share_of_digits]"] if self.way == "reward" else [
                 f"environment.function={path}:Tool", "rollout.stop=[1, 2, 3, 4, 5]",

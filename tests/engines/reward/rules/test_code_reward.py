@@ -202,7 +202,7 @@ def test_a_row_whose_tests_are_broken_is_an_error_and_no_silent_zero(pool):
 
 def test_a_row_without_tests_has_no_reward(pool):
     assert judged(pool, DOUBLE, other=1).verdicts == [Verdict.LEFT_OUT]
-    assert read_tests({"tests": None, "test_list": ["assert 1"]}, None).asserts == ["assert 1"]
+    assert read_tests({"tests": None, "test_list": ["assert 1"]}).asserts == ["assert 1"]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class CodeReward:
 
     def _judged(self, prompt: Any, completion: str, row: dict[str, Any]) -> Judged | Exception | None:
         try:
-            tests = read_tests(row, self._config.tests_key)
+            tests = read_tests(row)
             if tests is None:
                 return None
             program = program_in(completion, prompt)

@@ -42,10 +42,9 @@ class RowTests:
     entry_point: str | None = None
 
 
-def read_tests(columns: Mapping[str, Any], key: str | None) -> RowTests | None:
+def read_tests(columns: Mapping[str, Any]) -> RowTests | None:
     """The tests in a row's columns; None where none has any. Raises ValueError for one that can't be read."""
-    names = (key,) if key is not None else TEST_COLUMNS
-    name = next((name for name in names if columns.get(name)), None)
+    name = next((name for name in TEST_COLUMNS if columns.get(name)), None)
     if name is None:
         return None
     tests = RowTests(setup=_setup(columns), entry_point=columns.get("entry_point"))
