@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from spmdrl.config.given import Given, Path, joined, show
-from spmdrl.config.key_schema import describe, describe_bounds, members_of, tag_of, tags_of, type_hints
+from spmdrl.config.given import Given, Path, inline, joined, show
+from spmdrl.config.key_schema import describe, describe_bounds, members_of, schema, tag_of, tags_of, type_hints
 from spmdrl.observability.terminal.spelling import nearest
 
 
@@ -43,18 +43,9 @@ class Fault:
         return self.type == "unexpected_keyword_argument"
 
     @property
-    def is_out_of_bounds(self) -> bool:
-        return self.type in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-
-    @property
     def wants_text(self) -> bool:
         """Whether a number's text may be valid where the number isn't."""
         return self.type in ("string_type", "literal_error")
-
-    def message(self, given: Given, way_out: str | None) -> str:
-        """The key, its value, the rule and a way out."""
-        rule = describe_bounds(self.kind) if self.is_out_of_bounds else describe(self.kind)
-        return f"{self.key} is {show(given)}, but must be {rule}; {way_out or _way_out(self.kind, given, self.key)}"
 
 
 def faults_of(root: Any, error: ValidationError) -> list[Fault]:
@@ -120,6 +111,21 @@ def _listed(names: Sequence[str], last: str) -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
+def message_of(root: Any, fault: Fault, given: Given, advice: str | None) -> str:
+    """The key, its value, the rule and a way out: the advice, the key's default, or what the value itself suggests."""
+    is_out_of_bounds = fault.type in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+    rule = describe_bounds(fault.kind) if is_out_of_bounds else describe(fault.kind)
+    way_out = advice
+    if is_out_of_bounds or (fault.type == "float_type" and isinstance(given.value, str) and not given.quoted):
+        # Members of a union may have the key with defaults of their own.
+        keys = [key for key in schema(root) if key.name == fault.key.partition("[")[0] and key.default is not MISSING]
+        defaults = [key.default for key in keys if key.owner is fault.owner] or [key.default for key in keys]
+        if defaults and all(default == defaults[0] for default in defaults):
+            start = "the default is" if is_out_of_bounds else "write one such as"
+            way_out = way_out or f"{start} {inline(defaults[0])}"
+    return f"{fault.key} is {show(given)}, but must be {rule}; {way_out or _way_out(fault.kind, given, fault.key)}"
+
+
 def _way_out(kind: Any, given: Given, key: str) -> str:
     members = members_of(kind)
     families = [get_origin(member) or member for member in members]
@@ -137,9 +143,6 @@ def _way_out(kind: Any, given: Given, key: str) -> str:
         return f"write its keys below {key}:, one per line, or {{name: value}}"
     if given.value is None:
         return "write a value, or leave the key out" + (', or "" for empty text' if str in families else "")
-    return f"write {choices[0]}" if choices else f"write one such as {_example(families)}"
-
-
-def _example(families: Sequence[Any]) -> str:
     examples = {int: "8", float: "0.5", bool: "true", str: "name"}
-    return next((examples[family] for family in families if family in examples), "null")
+    example = next((examples[family] for family in families if family in examples), "null")
+    return f"write {choices[0]}" if choices else f"write one such as {example}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from spmdrl.config.conversion import complete, convert
+from spmdrl.config.conversion import complete, convert, origins
 from spmdrl.config.given import DEFAULT, Given, entries_of, inline, joined, leaves, plant, shortened, show, value_leaves
 from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, aliases_of_verb, convert_aliases, spellings_of
 from spmdrl.config.key_schema import describe, schema_keys
@@ -92,11 +92,11 @@ def read_config(
     # What a broken file or a misspelt key would have given is neither missing nor wrong.
     if None not in trees:
         meant = {key for unknown, _ in conversion.unknown for key in names.meant(unknown)}
-        problems += [doubt.message for doubt in conversion.doubts if not meant & set(doubt.keys)]
+        problems += [doubt for doubt, keys in conversion.doubts if not meant & set(keys)]
         problems += [_missing_key(key, kind, files) for key, kind in conversion.missing if key not in meant]
     if problems:
         raise ConfigError(_together(problems))
-    found, value = conversion.origin, conversion.value
+    found, value = origins(tree), conversion.value
     origin = {key: found.get(key, DEFAULT) for key, _ in value_leaves(value)}
     read = [key.key for key in latest.values() if key not in unread]
     return LoadedConfig(value, origin, aliases_used, summarised([key.key for key in unread], read))
