@@ -121,7 +121,7 @@ def pids_in(path: Path) -> list[int]:
 @pytest.mark.parametrize("kind", ["own_session", "daemon", "shell", "respawning"])
 def test_what_a_call_leaves_behind_ends_before_the_next_call(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("SPMDRL_TEST_PID_FILE", str(tmp_path / "pids"))
-    settings = {"environment": ("SPMDRL_TEST_PID_FILE",), "timeout_seconds": 10.0}
+    settings = {"variables": ("SPMDRL_TEST_PID_FILE",), "timeout_seconds": 10.0}
     with RewardPool(config_of("poison", **settings)) as pool:
         for _ in range(2):
             assert scored(pool, kind).rewards == [1.0]
