@@ -186,7 +186,7 @@ class Config:
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     """devices and layouts"""
     reference: ReferenceConfig | None = None
-    """the frozen model that KL terms compare the policy with, loaded where algo.kl_coef > 0; null: cut like the policy"""
+    """the frozen model that KL terms compare with, loaded where algo.kl_coef > 0; null: cut like the policy"""
     critic: CriticConfig | None = None
     """a value model beside the policy; null: none"""
     teacher: TeacherConfig | None = None
