@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.algorithms import random_rows
 from tests.algorithms.random_rows import Rows
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo
 from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.policy.ppo import Ppo
 from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.terms.correction import correction_rule

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.distillation.gkd import Gkd, divergence
+from spmdrl.algorithms.policy.gkd import Gkd, divergence
 from spmdrl.algorithms.settings.distillation_configs import GkdConfig
 from spmdrl.engines.training.heads import NOTHING
 from spmdrl.nouns.batch import TokenTerms

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import Rows
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo
 from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.policy.ppo import Ppo
 from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.terms.kl import adapted_kl_coef, kl_estimate, kl_loss

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import MAX_LENGTH, SETTINGS, Rows, packed, slopes
 
-from spmdrl.algorithms.preferences.online_dpo import OnlineDpo
+from spmdrl.algorithms.policy.online_dpo import OnlineDpo
 from spmdrl.algorithms.settings.preference_configs import OnlineDpoConfig
 from spmdrl.algorithms.terms.pairs import PairTokens, preference_loss, reward_loss
 from spmdrl.nouns.batch import Batch, CreditInputs, LossScope

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import SETTINGS, Rows
 
-from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
-from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.policy.pf_ppo import PfPpo
+from spmdrl.algorithms.policy.ppo import Ppo
 from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig, PpoConfig
 from spmdrl.nouns.batch import CreditInputs
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.random_rows import PART_WEIGHTS, SETTINGS, Rows, per_token
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo
-from spmdrl.algorithms.distillation.opd import Opd
 from spmdrl.algorithms.policy.gdpo import Gdpo
+from spmdrl.algorithms.policy.opd import Opd
+from spmdrl.algorithms.policy.ppo import Ppo
 from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
 from spmdrl.algorithms.settings.distillation_configs import OpdConfig
 from spmdrl.algorithms.settings.policy_configs import (

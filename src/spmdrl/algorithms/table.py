@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_type_hints
 
-from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
-from spmdrl.algorithms.actor_critic.ppo import Ppo
 from spmdrl.algorithms.algorithm import Algorithm
-from spmdrl.algorithms.distillation.gkd import Gkd
-from spmdrl.algorithms.distillation.opd import Opd
 from spmdrl.algorithms.outside import load_algorithm
 from spmdrl.algorithms.policy.cispo import Cispo
 from spmdrl.algorithms.policy.dapo import Dapo
 from spmdrl.algorithms.policy.dppo import Dppo
 from spmdrl.algorithms.policy.gdpo import Gdpo
+from spmdrl.algorithms.policy.gkd import Gkd
 from spmdrl.algorithms.policy.grpo import Grpo
 from spmdrl.algorithms.policy.maxrl import MaxRl
+from spmdrl.algorithms.policy.online_dpo import OnlineDpo
+from spmdrl.algorithms.policy.opd import Opd
+from spmdrl.algorithms.policy.pf_ppo import PfPpo
+from spmdrl.algorithms.policy.ppo import Ppo
 from spmdrl.algorithms.policy.reinforce_pp import ReinforcePp, ReinforcePpBaseline
 from spmdrl.algorithms.policy.rloo import Rloo
 from spmdrl.algorithms.policy.sapo import Sapo
-from spmdrl.algorithms.preferences.online_dpo import OnlineDpo
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 

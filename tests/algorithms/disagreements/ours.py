@@ -9,8 +9,8 @@ from tests.algorithms.disagreements.padded_rows import PaddedRows
 from tests.algorithms.random_rows import MAX_LENGTH, packed
 from torch import Tensor
 
-from spmdrl.algorithms.actor_critic.pf_ppo import filter_weights
 from spmdrl.algorithms.algorithm import Algorithm
+from spmdrl.algorithms.policy.pf_ppo import filter_weights
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.algorithms.terms.kl import kl_loss
 from spmdrl.dataflow.stages.critic_update import ValueLoss

@@ -13,7 +13,7 @@ from tests.engines.training.tiny import OPTIM, SeededWeights
 from tests.support.ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.algorithms.actor_critic.pf_ppo import PfPpo
+from spmdrl.algorithms.policy.pf_ppo import PfPpo
 from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig
 from spmdrl.algorithms.settings.algo_config import ClippedConfig
 from spmdrl.dataflow.stages.critic_update import CriticUpdateStage

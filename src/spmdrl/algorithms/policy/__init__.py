@@ -1,1 +1,1 @@
-"""Algorithms that weigh generated tokens by the advantages of their responses, a file each."""
+"""The algorithms that train the policy, a file each."""

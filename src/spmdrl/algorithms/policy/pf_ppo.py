@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.actor_critic.ppo import Ppo
+from spmdrl.algorithms.policy.ppo import Ppo
 from spmdrl.algorithms.settings.actor_critic_configs import FilterRule, PfPpoConfig
 from spmdrl.nouns.batch import CreditInputs
 

@@ -1,1 +1,0 @@
-"""Algorithms whose advantages are made of a critic's values, a file each."""

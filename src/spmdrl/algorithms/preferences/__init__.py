@@ -1,1 +1,0 @@
-"""Algorithms that learn from which of two responses is the better one."""
