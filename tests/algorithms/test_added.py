@@ -79,7 +79,7 @@ def test_its_mistyped_keys_and_values_are_refused_like_built_in_ones(folder):
         ("x = 1\n", "Own", "has no class 'Own'"),
         ("x = 1\nx.y\n", "Own", r"AttributeError.*own\.py:2"),
         ("class Own:\n    pass\n", "Own", "is no algorithm; derive it"),
-        ("from spmdrl.algorithms.clipped import Clipped as Own\n", "Own", "lacks advantages"),
+        ("from spmdrl.algorithms.policy_gradient import Clipped as Own\n", "Own", "lacks advantages"),
         (
             "from spmdrl.algorithms.policy.grpo import Grpo\nfrom spmdrl.algorithms.settings.policy_configs import "
             "GrpoSettings\nclass Keys(GrpoSettings):\n    more: int = 1\nclass Own(Grpo):\n    config: Keys\n",

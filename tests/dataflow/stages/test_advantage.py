@@ -14,8 +14,7 @@ from tests.support.ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.algorithms.algorithm import Algorithm
-from spmdrl.algorithms.clipped import Clipped
-from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.policy_gradient import Clipped, FromRewards
 from spmdrl.algorithms.settings.algo_config import ClippedConfig
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.rows import TURNS

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped
-from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.policy_gradient import Clipped, GroupRelative
 from spmdrl.algorithms.settings.policy_configs import GrpoSettings
 from spmdrl.algorithms.terms.losses import sequence_mean
 from spmdrl.nouns.batch import TokenTerms

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped
-from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.policy_gradient import Clipped, FromRewards
 from spmdrl.algorithms.settings.policy_configs import MaxRlConfig
 from spmdrl.algorithms.terms.advantages import Groups
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.policy_gradient import FromRewards
 from spmdrl.algorithms.settings.preference_configs import OnlineDpoConfig
 from spmdrl.algorithms.terms.advantages import Groups
 from spmdrl.algorithms.terms.losses import sums_and_lengths

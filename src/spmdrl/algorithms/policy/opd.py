@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped
-from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.policy_gradient import Clipped, GroupRelative
 from spmdrl.algorithms.settings.distillation_configs import OpdConfig
 from spmdrl.nouns.batch import CreditInputs
 

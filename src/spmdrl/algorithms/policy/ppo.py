@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped
+from spmdrl.algorithms.policy_gradient import Clipped
 from spmdrl.algorithms.settings.actor_critic_configs import ActorCriticConfig
 from spmdrl.algorithms.terms.advantages import row_sums, whitened
 from spmdrl.algorithms.terms.kl import adapted_kl_coef

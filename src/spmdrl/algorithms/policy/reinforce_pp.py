@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped
-from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.policy_gradient import Clipped, FromRewards
 from spmdrl.algorithms.settings.policy_configs import ReinforcePpBaselineConfig, ReinforcePpConfig
 from spmdrl.algorithms.terms.advantages import Groups, whitened
 from spmdrl.nouns.batch import CreditInputs

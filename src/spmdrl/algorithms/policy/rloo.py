@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spmdrl.algorithms.clipped import Clipped
-from spmdrl.algorithms.from_rewards import FromRewards
+from spmdrl.algorithms.policy_gradient import Clipped, FromRewards
 from spmdrl.algorithms.settings.policy_configs import RlooConfig
 from spmdrl.algorithms.terms.advantages import Groups
 from spmdrl.algorithms.terms.losses import clipped_policy, sums_and_lengths

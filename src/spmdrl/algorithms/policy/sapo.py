@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.group_relative import GroupRelative
+from spmdrl.algorithms.policy_gradient import GroupRelative
 from spmdrl.algorithms.settings.policy_configs import SapoConfig
 from spmdrl.algorithms.terms.losses import BOUNDED, bounded_exp, is_beyond_bound
 from spmdrl.nouns.batch import TokenLoss, TokenTerms
