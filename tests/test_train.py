@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spmdrl.observability.timeline.timeline import read_timeline
+from spmdrl.observability.timeline import read_timeline
 from tests.support.jobs import (
     environment,
     finished,

@@ -22,8 +22,8 @@ from spmdrl.engines.training.sharding.sharded_model import Shard
 from spmdrl.job.evaluator import write_records
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
-from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.jsonl import JsonlWriter, read_jsonl
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.summary import keep_room, read_summary, write_summary
 
 FUZZ = int(os.environ.get("SPMDRL_FUZZ", "300"))

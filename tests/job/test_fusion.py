@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
 
-from spmdrl.observability.timeline.timeline import Span, read_timeline
+from spmdrl.observability.timeline import Span, read_timeline
 
 # Answers come after 0 to 40 ms, otherwise in each run: no row may depend on how long they take.
 ENVIRONMENT = """

@@ -16,7 +16,7 @@ from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.settings.role_configs import JudgeConfig
-from spmdrl.observability.timeline.timeline import HeldMemory
+from spmdrl.observability.timeline import HeldMemory
 from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import is_out_of_memory

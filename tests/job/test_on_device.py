@@ -24,7 +24,7 @@ from tests.support.ranks import end, fork
 
 from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
 from spmdrl.engines.training.context import block_kernels
-from spmdrl.observability.timeline.timeline import MemorySnapshot, read_timeline
+from spmdrl.observability.timeline import MemorySnapshot, read_timeline
 
 pytestmark = [
     pytest.mark.ranks,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
-from spmdrl.observability.logs.jsonl import read_jsonl
-from spmdrl.observability.logs.log import SAMPLES_FILE
+from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.observability.log import SAMPLES_FILE
 
 PAIRS = "data.train=synthetic://addition?low=0&high=9&count=40&max_error=5"
 SETTINGS = {

@@ -25,7 +25,7 @@ from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
-from spmdrl.observability.timeline.timeline import Timeline
+from spmdrl.observability.timeline import Timeline
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh, build_update_mesh

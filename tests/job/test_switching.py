@@ -24,7 +24,7 @@ from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
-from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
+from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.memory import MemoryLedger, release_to_system, resident_bytes
 from spmdrl.resources.mesh import build_update_mesh

@@ -7,10 +7,10 @@ import math
 import random
 from pathlib import Path
 
-from spmdrl.observability.logs.jsonl import JsonlWriter
-from spmdrl.observability.logs.log import CHECKPOINTS_FILE, MetricsLog, SampleRecord, SamplesLog, SampleToken
+from spmdrl.observability.jsonl import JsonlWriter
+from spmdrl.observability.log import CHECKPOINTS_FILE, MetricsLog, SampleRecord, SamplesLog, SampleToken
 from spmdrl.observability.summary import write_summary
-from spmdrl.observability.timeline.timeline import timeline_file
+from spmdrl.observability.timeline import timeline_file
 
 STAGES = {"resharding": 0.4, "generation": 5.0, "reward": 0.3, "old_logprobs": 0.6, "advantage": 0.05, "update": 1.9}
 HOSTILE = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.observability.logs.jsonl import read_jsonl
-from spmdrl.observability.logs.log import SampleRecord, SamplesLog, SampleToken
+from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.observability.log import SampleRecord, SamplesLog, SampleToken
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.terminal.console import Console
 from spmdrl.runtime.screen import show

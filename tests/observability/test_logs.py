@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.nouns.settings.log_config import LogConfig
-from spmdrl.observability.logs.jsonl import number, read_jsonl, to_json
-from spmdrl.observability.logs.log import MetricsLog, SampleRecord, SamplesLog, read_metrics
+from spmdrl.observability.jsonl import number, read_jsonl, to_json
+from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog, read_metrics
 from spmdrl.observability.summary import read_summary, software_versions, write_summary
-from spmdrl.observability.timeline.timeline import (
+from spmdrl.observability.timeline import (
     HeldMemory,
     Moved,
     Timeline,

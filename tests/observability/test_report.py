@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.logs.log import MetricsLog
+from spmdrl.observability.log import MetricsLog
 from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
 from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToken, replay_section
 from spmdrl.observability.report.report import main, write_report

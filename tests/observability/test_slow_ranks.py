@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spmdrl.observability.timeline.slow_ranks import STEPS, SlowRanks, ratios
+from spmdrl.observability.slow_ranks import STEPS, SlowRanks, ratios
 from spmdrl.runtime.supervision.activity import activity
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 

@@ -20,7 +20,7 @@ from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.fault_points import faultpoint
-from spmdrl.observability.logs.jsonl import to_json, write_atomic
+from spmdrl.observability.jsonl import to_json, write_atomic
 from spmdrl.observability.statistics import (
     Estimate,
     average_at_k,

@@ -15,7 +15,7 @@ from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_rec
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.objectives import PairObjective
 from spmdrl.job.run.run import Run
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.statistics import Estimate, interval_of, wilson
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
 from spmdrl.resources.device import to_host

@@ -14,7 +14,7 @@ from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.job.model.model_source import CHECKPOINTS
 from spmdrl.job.run.outcome import MESSAGES
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
-from spmdrl.observability.logs.outage import warn
+from spmdrl.observability.outage import warn
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.summary import read_summary
 from spmdrl.runtime.launch import read_launch_environment

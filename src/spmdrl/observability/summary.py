@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import to_json, write_atomic
+from spmdrl.observability.jsonl import to_json, write_atomic
 
 SUMMARY_FILE = "summary.json"
 _ROOM_FILE = ".summary.room"

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from spmdrl.nouns.roles import ROLES
-from spmdrl.observability.timeline.timeline import HeldMemory
+from spmdrl.observability.timeline import HeldMemory
 
 Owner = str
 """One of `OWNERS`."""

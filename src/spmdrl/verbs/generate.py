@@ -33,7 +33,7 @@ from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
 from spmdrl.job.training_step import build_turns
 from spmdrl.nouns.settings.rollout_config import SamplingParams
-from spmdrl.observability.logs.jsonl import write_atomic
+from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.terminal.progress import GenerationProgress

@@ -20,7 +20,7 @@ from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
-from spmdrl.observability.logs.jsonl import to_json
+from spmdrl.observability.jsonl import to_json
 from spmdrl.observability.report.replay_section import ReplayedRow, replay_section
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.terminal.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from spmdrl.observability.logs.jsonl import read_jsonl
+from spmdrl.observability.jsonl import read_jsonl
 from tests.bench.faults.fault_jobs import FaultJobs, JobEnd, trainer_digests
 from tests.bench.faults.fault_tally import Tally
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from spmdrl.cli.command_line import main
-from spmdrl.observability.logs.jsonl import read_jsonl
+from spmdrl.observability.jsonl import read_jsonl
 from spmdrl.verbs.doctor.commands import MARK, marked_processes
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 from tests.bench.harness.bench_ranks import launch_variables, store_of_launcher

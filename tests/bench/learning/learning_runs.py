@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.observability.logs.log import read_metrics
+from spmdrl.observability.log import read_metrics
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 from tests.bench.harness.train_runs import run_verb, words_of

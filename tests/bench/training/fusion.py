@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.observability.timeline.timeline import read_timeline
+from spmdrl.observability.timeline import read_timeline
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn
 from tests.bench.harness.train_runs import STEPS_OF_WARM_UP, check_steps, train_steps

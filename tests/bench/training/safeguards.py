@@ -31,8 +31,8 @@ MAIN_THREAD: Mapping[str, Sequence[str]] = {
     ),
     "slow ranks": (
         f"{_WATCH}.main_thread:WorkSampler.working_seconds",
-        "spmdrl.observability.timeline.slow_ranks:SlowRanks.warnings",
-        "spmdrl.observability.timeline.slow_ranks:ratios",
+        "spmdrl.observability.slow_ranks:SlowRanks.warnings",
+        "spmdrl.observability.slow_ranks:ratios",
     ),
     "progress counts": ("spmdrl.runtime.supervision.activity:Activity.advance",),
 }

@@ -18,8 +18,8 @@ from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.observability.metrics import Recorder, encode, merge
 from spmdrl.observability.report.gantt import gantt
-from spmdrl.observability.timeline.timeline import Span as StageSpan
-from spmdrl.observability.timeline.timeline import Timeline, TimelineRecords, read_timeline
+from spmdrl.observability.timeline import Span as StageSpan
+from spmdrl.observability.timeline import Timeline, TimelineRecords, read_timeline
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.world import World

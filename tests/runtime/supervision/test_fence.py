@@ -9,7 +9,7 @@ import pytest
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import read_manifest
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
-from spmdrl.observability.logs.jsonl import JsonlWriter
+from spmdrl.observability.jsonl import JsonlWriter
 from spmdrl.runtime.supervision.fence import (
     FENCE_FILE,
     FolderTaken,

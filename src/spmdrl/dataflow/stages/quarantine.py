@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from spmdrl.observability.logs.jsonl import JsonlWriter, read_jsonl, to_json
+from spmdrl.observability.jsonl import JsonlWriter, read_jsonl, to_json
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity

@@ -26,7 +26,7 @@ from spmdrl.nouns.settings.reward_config import RewardConfig
 from spmdrl.nouns.settings.role_configs import JUDGE_PART, MODEL_PART
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
-from spmdrl.observability.timeline.timeline import Timeline
+from spmdrl.observability.timeline import Timeline
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.runtime.supervision.stop_request import stop_reason
 from spmdrl.runtime.workers.call_pool import Unanswered

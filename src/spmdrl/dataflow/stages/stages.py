@@ -15,7 +15,7 @@ from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.update import Learner, UpdateStage
 from spmdrl.nouns.batch import TokenTerms
 from spmdrl.nouns.roles import WorkerState
-from spmdrl.observability.timeline.timeline import Timeline
+from spmdrl.observability.timeline import Timeline
 
 AtStageEnd = Callable[[int, str], None]
 

@@ -28,7 +28,7 @@ from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.role_configs import JudgeConfig
-from spmdrl.observability.logs.outage import warn
+from spmdrl.observability.outage import warn
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 

@@ -11,8 +11,8 @@ from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import POLICY
-from spmdrl.observability.logs.jsonl import write_atomic
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.jsonl import write_atomic
+from spmdrl.observability.outage import going_on_without
 
 LIMIT_FILE = "microbatch_limit.json"
 

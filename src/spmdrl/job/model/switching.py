@@ -16,7 +16,7 @@ from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
-from spmdrl.observability.timeline.timeline import Moved
+from spmdrl.observability.timeline import Moved
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmdrl.nouns.batch import Batch, offsets_of
-from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.jsonl import JsonlWriter, objects_of
+from spmdrl.observability.outage import going_on_without
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
 

@@ -18,7 +18,7 @@ from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.batch import Batch
 from spmdrl.nouns.roles import WorkerState
-from spmdrl.observability.logs.log import SampleRecord, SampleToken
+from spmdrl.observability.log import SampleRecord, SampleToken
 from spmdrl.runtime.workers.verdict import Verdict
 
 COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_logprobs", "versions")

@@ -16,8 +16,8 @@ from spmdrl.engines.training.checkpoints.manifest import step_folder_name
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run
-from spmdrl.observability.logs.jsonl import to_json
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.jsonl import to_json
+from spmdrl.observability.outage import going_on_without
 
 FOLDER = "skipped"
 # The first ones show what is wrong; a run that goes on so must not fill the disk.

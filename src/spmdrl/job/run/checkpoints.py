@@ -19,9 +19,9 @@ from spmdrl.job.run.best_checkpoint import LINK, BestStep, best_of, is_due_for_b
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, RunRecord
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
-from spmdrl.observability.logs.jsonl import JsonlWriter
-from spmdrl.observability.logs.log import CHECKPOINTS_FILE
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.jsonl import JsonlWriter
+from spmdrl.observability.log import CHECKPOINTS_FILE
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.terminal.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, broadcast_bytes, gather_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spmdrl.job.run.resuming import ResumePoint
-from spmdrl.observability.logs.jsonl import write_atomic
+from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings
 from spmdrl.observability.terminal.console import Console
 

@@ -11,7 +11,7 @@ from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.terminal.units import bytes_text
-from spmdrl.observability.timeline.timeline import HeldMemory
+from spmdrl.observability.timeline import HeldMemory
 from spmdrl.resources.memory import is_out_of_memory
 
 _TRAINING = tuple(state.value for state in WorkerState if state.uses_training_engine)

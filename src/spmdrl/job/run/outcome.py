@@ -20,9 +20,8 @@ from spmdrl.job.run.run_folder import on_main
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
-from spmdrl.observability.logs.log import METRICS_FILE, read_metrics
-from spmdrl.observability.logs.outage import going_on_without
-from spmdrl.observability.logs.trackers import TrackedRun
+from spmdrl.observability.log import METRICS_FILE, read_metrics
+from spmdrl.observability.outage import going_on_without
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import (
@@ -33,6 +32,7 @@ from spmdrl.observability.summary import (
     write_summary,
 )
 from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.trackers import TrackedRun
 from spmdrl.resources.world import World
 
 WARM_START = "warm_start"

@@ -42,7 +42,7 @@ from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 from spmdrl.observability.terminal.console import Console
-from spmdrl.observability.timeline.timeline import HeldMemory
+from spmdrl.observability.timeline import HeldMemory
 from spmdrl.resources.collectives import barrier
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.activity import activity

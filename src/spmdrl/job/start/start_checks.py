@@ -35,7 +35,7 @@ from spmdrl.job.start.model_checks import (
 from spmdrl.nouns.batch import CreditSettings, WorkerState
 from spmdrl.nouns.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 from spmdrl.nouns.settings.training_config import OptimConfig
-from spmdrl.observability.logs.log import check_backends
+from spmdrl.observability.log import check_backends
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.runtime.launch import LaunchEnvironment, read_launch_environment

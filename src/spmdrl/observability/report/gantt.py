@@ -12,7 +12,7 @@ from spmdrl.observability.report.charts import color_class, ticks
 from spmdrl.observability.report.page import Choices, Parts, Table, value_text
 from spmdrl.observability.report.traffic_section import link_text
 from spmdrl.observability.terminal.units import byte_unit, bytes_text
-from spmdrl.observability.timeline.timeline import MemorySnapshot, Span, TimelineRecords
+from spmdrl.observability.timeline import MemorySnapshot, Span, TimelineRecords
 
 WIDTH, LEFT, RIGHT = 940, 64, 12
 ROW_HEIGHT, AXIS_HEIGHT = 20, 22

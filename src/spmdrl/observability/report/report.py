@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from spmdrl.observability.logs.jsonl import write_atomic
+from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.report.charts import Chart
 from spmdrl.observability.report.curves import (
     detail_charts,
@@ -25,7 +25,7 @@ from spmdrl.observability.report.run_files import RunData, read_run
 from spmdrl.observability.report.samples_section import sample_viewer
 from spmdrl.observability.report.sections import COMPARED, compared, comparison, configuration, header, health
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
-from spmdrl.observability.timeline.timeline import write_perfetto
+from spmdrl.observability.timeline import write_perfetto
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.holder import is_held
 

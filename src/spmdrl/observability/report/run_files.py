@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import read_jsonl
-from spmdrl.observability.logs.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
+from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings
 from spmdrl.observability.summary import SUMMARY_FILE, read_summary
-from spmdrl.observability.timeline.timeline import TimelineRecords, read_timeline
+from spmdrl.observability.timeline import TimelineRecords, read_timeline
 
 # A run that ended early leaves some of them, or nothing.
 _ANY_OF_A_RUN = (METRICS_FILE, RESOLVED_CONFIG, SUMMARY_FILE, SAMPLES_FILE, CHECKPOINTS_FILE, "timeline")

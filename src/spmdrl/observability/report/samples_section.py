@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2.utils import htmlsafe_json_dumps
 
-from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.jsonl import number
 from spmdrl.observability.report.page import JSON_FORMAT, Parts, Samples
 
 MAX_BYTES = 1_800_000

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from spmdrl.observability.health import at_ends
-from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.jsonl import number
 from spmdrl.observability.report.config_diff import settings_of
 from spmdrl.observability.report.page import ConfigText, Header, Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.jsonl import number
 from spmdrl.observability.report.page import Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
 from spmdrl.observability.terminal.units import bytes_text
-from spmdrl.observability.timeline.timeline import Moved, TimelineRecords
+from spmdrl.observability.timeline import Moved, TimelineRecords
 
 LINKS = {
     "same process": "dock/bytes_process",

@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.jsonl import number
 from spmdrl.observability.summary import passes_of
 from spmdrl.observability.terminal.step_line import StepFacts, fitted_line, full_line
 from spmdrl.observability.terminal.units import duration, fixed

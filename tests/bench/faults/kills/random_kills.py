@@ -10,7 +10,7 @@ from itertools import count, product
 from pathlib import Path
 from random import Random
 
-from spmdrl.observability.logs.jsonl import read_jsonl
+from spmdrl.observability.jsonl import read_jsonl
 from tests.bench.faults.fault_jobs import FaultJobs, TimedKill, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.kills.killed_jobs import AfterKill

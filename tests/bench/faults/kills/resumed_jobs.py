@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spmdrl.observability.logs.jsonl import read_jsonl
+from spmdrl.observability.jsonl import read_jsonl
 from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
 

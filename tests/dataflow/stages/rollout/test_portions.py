@@ -21,7 +21,7 @@ from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.nouns.settings.flow_config import DockConfig
-from spmdrl.observability.timeline.timeline import Timeline
+from spmdrl.observability.timeline import Timeline
 from spmdrl.resources.collectives import Arrivals
 from spmdrl.resources.mesh import lone_generation_mesh
 from spmdrl.resources.world import World

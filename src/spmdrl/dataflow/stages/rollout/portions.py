@@ -27,7 +27,7 @@ from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rollout.requests import Came, columns_of
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.nouns.batch import WorkerState
-from spmdrl.observability.timeline.timeline import Timeline
+from spmdrl.observability.timeline import Timeline
 from spmdrl.resources.collectives import Arrivals, broadcast_bytes
 from spmdrl.resources.mesh import Axis
 

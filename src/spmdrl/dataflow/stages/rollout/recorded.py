@@ -14,7 +14,7 @@ from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.generation.replay import ReplayEngine, record_rollouts, rollout_file
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.nouns.batch import WorkerState
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.outage import going_on_without
 
 
 class RecordedGeneration:

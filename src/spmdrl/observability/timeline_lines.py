@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import number
+from spmdrl.observability.jsonl import number
 
 MICRO = 1e6
 _PLACES = {"d": "device", "o": "host", "p": "peaks"}

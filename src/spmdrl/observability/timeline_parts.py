@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import JsonlWriter, objects_of, read_jsonl, to_json, truncate_jsonl
-from spmdrl.observability.logs.outage import going_on_without
+from spmdrl.observability.jsonl import JsonlWriter, objects_of, read_jsonl, to_json, truncate_jsonl
+from spmdrl.observability.outage import going_on_without
 
 PART_BYTES = 1 << 20
 

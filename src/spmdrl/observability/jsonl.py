@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.logs.outage import count_refused, warn
+from spmdrl.observability.outage import count_refused, warn
 
 _MAX_WAITING_BYTES = 1 << 24
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.observability.logs.jsonl import to_json
+from spmdrl.observability.jsonl import to_json
 from spmdrl.runtime.screen import safe_text
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "answer", "reward", "verdict", "advantage", "version")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from spmdrl.nouns.settings.log_config import BACKENDS, LogConfig
-from spmdrl.observability.logs.jsonl import JsonlWriter, number, read_jsonl
-from spmdrl.observability.logs.outage import count_refused, going_on_without, warn
-from spmdrl.observability.logs.trackers import TensorBoardBackend, TrackedRun, WandbBackend
+from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl
+from spmdrl.observability.outage import count_refused, going_on_without, warn
 from spmdrl.observability.terminal.console import Console
+from spmdrl.observability.trackers import TensorBoardBackend, TrackedRun, WandbBackend
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

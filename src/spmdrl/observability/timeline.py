@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.logs.jsonl import to_json, write_atomic
-from spmdrl.observability.timeline.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
-from spmdrl.observability.timeline.timeline_parts import PART_BYTES, PartedWriter, read_folder, truncate_file
+from spmdrl.observability.jsonl import to_json, write_atomic
+from spmdrl.observability.timeline_lines import HeldMemory, LineReader, LineWriter, MemorySnapshot, Moved, Span
+from spmdrl.observability.timeline_parts import PART_BYTES, PartedWriter, read_folder, truncate_file
 from spmdrl.runtime.supervision.activity import activity
 
 __all__ = [

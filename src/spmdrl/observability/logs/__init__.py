@@ -1,1 +1,0 @@
-"""Where the numbers and samples of a run go: JSON Lines files and trackers."""
