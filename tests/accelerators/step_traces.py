@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spmdrl.engines.generation.native.fixed_step import FixedStep, StepShape
 from spmdrl.engines.generation.native.forward import CachedDecoder
-from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep, StepShape
 from spmdrl.engines.generation.native.sampling import RowSampling
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels.ops import TABLE

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from spmdrl.engines.generation.native.graphs.graph_steps import CAPTURES
+from spmdrl.engines.generation.native.graph_steps import CAPTURES
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
 from spmdrl.resources.world import open_world

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmdrl.engines.generation.native.graphs.fixed_step import padded_rows, padded_width
-from spmdrl.engines.generation.native.graphs.graph_steps import CAPTURES
+from spmdrl.engines.generation.native.fixed_step import padded_rows, padded_width
+from spmdrl.engines.generation.native.graph_steps import CAPTURES
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig

@@ -20,7 +20,7 @@ from spmdrl.dataflow.stages.reward import SCORE_COLUMNS
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
-from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
+from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.run.best_checkpoint import EVALUATIONS

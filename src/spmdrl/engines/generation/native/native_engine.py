@@ -15,14 +15,14 @@ from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.cache.paged import affordable_blocks
+from spmdrl.engines.generation.native.fixed_step import FixedStep
 from spmdrl.engines.generation.native.forward import CachedDecoder
-from spmdrl.engines.generation.native.graphs.fixed_step import FixedStep
-from spmdrl.engines.generation.native.graphs.graph_steps import wants_graphs
-from spmdrl.engines.generation.native.graphs.step_pipeline import StepPipeline
+from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.row_steps import RowSteps
 from spmdrl.engines.generation.native.running_rows import check_request
 from spmdrl.engines.generation.native.sampling import RowDrawer
+from spmdrl.engines.generation.native.step_pipeline import StepPipeline
 from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.nouns.batch import WeightSlice, whole_slice

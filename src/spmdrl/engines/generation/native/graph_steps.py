@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spmdrl.engines.generation.native.graphs.fixed_step import StepShape
+from spmdrl.engines.generation.native.fixed_step import StepShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels import ops
 from spmdrl.nouns.settings.rollout_config import RolloutConfig

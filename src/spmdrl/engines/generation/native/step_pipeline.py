@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.graphs.fixed_step import (
+from spmdrl.engines.generation.native.fixed_step import (
     FedRow,
     FixedStep,
     StepIntegers,
@@ -23,7 +23,7 @@ from spmdrl.engines.generation.native.graphs.fixed_step import (
     padded_rows,
     padded_width,
 )
-from spmdrl.engines.generation.native.graphs.graph_steps import GraphSteps
+from spmdrl.engines.generation.native.graph_steps import GraphSteps
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowDrawer, RowSampling
 from spmdrl.engines.generation.protocol import Finish

@@ -1,1 +1,0 @@
-"""Decoding steps captured as graphs, and started ahead of what the host reads."""
