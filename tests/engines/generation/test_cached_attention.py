@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.cache.cached_attention import PrefillAttention, Span
-from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
+from spmdrl.engines.generation.native.cached_attention import PrefillAttention, Span
+from spmdrl.engines.generation.native.paged import CacheShape, PagedCache
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.nouns.batch import offsets_of
 from tests.support.chosen_device import chosen_device, chosen_kind

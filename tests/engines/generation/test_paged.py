@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache, affordable_blocks
+from spmdrl.engines.generation.native.paged import CacheShape, PagedCache, affordable_blocks
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.mesh import lone_generation_mesh

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.engines.generation.native.cache.blocks import BlockPool
-from spmdrl.engines.generation.native.cache.scheduler import Scheduler
+from spmdrl.engines.generation.native.blocks import BlockPool
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
+from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import PartialResponse, Request
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.support.tuned import TunedRollout

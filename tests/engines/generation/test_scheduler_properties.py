@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.native.cache.blocks import BlockPool
-from spmdrl.engines.generation.native.cache.scheduler import Scheduler
+from spmdrl.engines.generation.native.blocks import BlockPool
 from spmdrl.engines.generation.native.running_rows import Row
+from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from tests.engines.generation.test_scheduler import STOP, give_token, group, limits, scheduler_of

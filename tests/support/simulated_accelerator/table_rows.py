@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmdrl.engines.generation.native.cache import cached_attention
+from spmdrl.engines.generation.native import cached_attention
 from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
 from spmdrl.engines.training.update import optimizer
 from spmdrl.resources import device as devices

@@ -12,7 +12,7 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
     update_slices,
 )
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
-from spmdrl.engines.generation.native.cache.paged import CacheShape
+from spmdrl.engines.generation.native.paged import CacheShape
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter

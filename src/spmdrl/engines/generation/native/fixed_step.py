@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.cache.blocks import SCRATCH_BLOCK
-from spmdrl.engines.generation.native.cache.cached_attention import PagedDecodeAttention
-from spmdrl.engines.generation.native.cache.paged import PagedCache
+from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
+from spmdrl.engines.generation.native.cached_attention import PagedDecodeAttention
+from spmdrl.engines.generation.native.paged import PagedCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
 from spmdrl.engines.models.layers import Attend

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
-from spmdrl.engines.generation.native.cache.blocks import SCRATCH_BLOCK
-from spmdrl.engines.generation.native.cache.cached_attention import (
+from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
+from spmdrl.engines.generation.native.cached_attention import (
     DecodeAttention,
     PagedDecodeAttention,
     PrefillAttention,
     Span,
 )
-from spmdrl.engines.generation.native.cache.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
+from spmdrl.engines.generation.native.paged import CacheShape, PagedCache
 from spmdrl.engines.generation.native.running_rows import Chunk, FedToken
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops

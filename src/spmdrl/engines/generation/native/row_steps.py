@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.cache.blocks import BlockPool
-from spmdrl.engines.generation.native.cache.scheduler import Admitted, Scheduler
+from spmdrl.engines.generation.native.blocks import BlockPool
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.running_rows import Row, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
+from spmdrl.engines.generation.native.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.step_pipeline import StepPipeline
 from spmdrl.engines.generation.protocol import Finish, Response
 from spmdrl.nouns.settings.rollout_config import RolloutConfig

@@ -1,1 +1,0 @@
-"""The paged KV cache: who holds which blocks, which rows run, and attention over blocks."""
