@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-import spmdrl.engines.generation.vllm.vllm_engine  # noqa: F401
-from spmdrl.engines.generation.vllm.vllm_cpu import check_sizes, default_cache_bytes
-from spmdrl.engines.generation.vllm.vllm_logprobs import gives_unfiltered, logprobs_mode
+import spmdrl.engines.generation.vllm_engine  # noqa: F401
+from spmdrl.engines.generation.vllm_cpu import check_sizes, default_cache_bytes
+from spmdrl.engines.generation.vllm_engine import gives_unfiltered, logprobs_mode
 from spmdrl.engines.models.making.make_model import decoder_config
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams

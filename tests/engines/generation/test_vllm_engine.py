@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
-from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
+from spmdrl.engines.generation.vllm_engine import VllmEngine
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.engines.models.making.make_model import make_model_folder
 from spmdrl.nouns.batch import whole_slice

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
+from spmdrl.engines.generation.vllm_engine import VllmEngine
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.world import World
 from tests.engines.generation.support import run

@@ -111,7 +111,7 @@ def generation_engine_name(config: RolloutConfig, device_kind: str) -> str:
 
 def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
     # vLLM is an optional back end, and its import takes tens of seconds.
-    from spmdrl.engines.generation.vllm.vllm_engine import VllmEngine
+    from spmdrl.engines.generation.vllm_engine import VllmEngine
 
     dtype = compute_dtype(config.model, world.device.kind)
     device, text = world.device.torch_device, _text_arguments(config.rollout, source)

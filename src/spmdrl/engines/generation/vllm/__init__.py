@@ -1,1 +1,0 @@
-"""vLLM as a generation engine inside this process."""
