@@ -10,13 +10,31 @@ from torch import Tensor
 
 from spmdrl.engines.generation.native.blocks import BlockPool
 from spmdrl.engines.generation.native.forward import CachedDecoder
-from spmdrl.engines.generation.native.lockstep import Lockstep
 from spmdrl.engines.generation.native.running_rows import Row, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.native.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.step_pipeline import StepPipeline
 from spmdrl.engines.generation.protocol import Finish, Response
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.resources.mesh import Axis
+
+
+class Lockstep:
+    """The replicas that share experts: all must run a forward where one does; alone, it agrees with itself."""
+
+    def __init__(self, axis: Axis, device: torch.device):
+        self._axis = axis
+        self._device = device
+
+    @property
+    def is_alone(self) -> bool:
+        return self._axis.size == 1
+
+    def most(self, *counts: int) -> list[int]:
+        """The largest of each count over the replicas. Collective over them."""
+        if self.is_alone:
+            return list(counts)
+        return self._axis.max(torch.tensor(counts, device=self._device)).tolist()
 
 
 class RowSteps:
