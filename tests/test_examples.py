@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.resources.world import open_world
 from tests.support.jobs import ROOT

@@ -9,7 +9,7 @@ import pytest
 
 from spmdrl.dataflow.data.data_rows import RowNeeds, read_rows
 from spmdrl.dataflow.data.prompts import PromptSource
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.calls import RewardCall

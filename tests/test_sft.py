@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.job.objectives import AnswerWatch
 from spmdrl.nouns.settings.model_config import MakeConfig

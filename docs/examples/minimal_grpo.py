@@ -30,7 +30,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine

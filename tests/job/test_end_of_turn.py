@@ -8,7 +8,7 @@ import pytest
 from tests.support.jobs import finished, run_job
 from tokenizers import Tokenizer
 
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 
 CHAT = "{% for m in messages %}{{ m.content }}{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"

@@ -11,7 +11,7 @@ from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
-from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
+from spmdrl.engines.models.make_model import decoder_config, make_model_folder
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making

@@ -288,7 +288,7 @@ def test_a_reward_in_a_module_is_compared_without_running_it(tmp_path, monkeypat
 
 
 def test_models_are_compared_by_what_their_folders_hold(tmp_path):
-    from spmdrl.engines.models.making.make_model import make_model_folder
+    from spmdrl.engines.models.make_model import make_model_folder
 
     make = load_config([tiny_config(tmp_path)], []).value.model.make
     assert make is not None
@@ -309,7 +309,7 @@ def prepared(world: World, folders: list[Path]) -> str:
 
 @pytest.mark.ranks
 def test_ranks_that_find_another_model_are_refused_after_the_start(tmp_path):
-    from spmdrl.engines.models.making.make_model import make_model_folder
+    from spmdrl.engines.models.make_model import make_model_folder
 
     make = load_config([tiny_config(tmp_path)], []).value.model.make
     assert make is not None

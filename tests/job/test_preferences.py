@@ -13,7 +13,7 @@ from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_c
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.training_engine import TrainingEngine

@@ -9,7 +9,7 @@ import pytest
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
 from spmdrl.engines.generation.replay import read_rollouts
-from spmdrl.engines.models.making.make_model import MakeConfig, make_model_folder
+from spmdrl.engines.models.make_model import MakeConfig, make_model_folder
 
 MARKS = """
 def marks(completions, **columns):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.switching import Switching

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.nouns.settings.model_config import MakeConfig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout

@@ -13,7 +13,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.latent import LatentConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
 from spmdrl.nouns.settings.training_config import OptimConfig

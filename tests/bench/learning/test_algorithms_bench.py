@@ -13,7 +13,7 @@ import pytest
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.config import load_config
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.job.start.start_checks import Verb, check_run
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.observability.statistics import Estimate

@@ -21,7 +21,7 @@ from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.dataflow.resharding.planning.slice_agreement import AgreedPlan, agree_on_plan
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import POLICY

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
-from spmdrl.engines.models.making.make_model import PRINTABLE_CHARS, RandomWeights, make_char_tokenizer
+from spmdrl.engines.models.make_model import PRINTABLE_CHARS, RandomWeights, make_char_tokenizer
 from tests.bench.harness.bench_models import qwen3
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn

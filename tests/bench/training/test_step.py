@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.bench.__main__ import main
 from tests.bench.training.step import peer_steps

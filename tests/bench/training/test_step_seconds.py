@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.bench.__main__ import main
 from tests.bench.training.step_seconds import (

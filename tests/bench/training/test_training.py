@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.bench.__main__ import main
 from tests.bench.training.plain_training import similar_batches

@@ -12,7 +12,7 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.lora import is_adapter
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import ReshardConfig

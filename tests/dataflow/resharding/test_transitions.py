@@ -16,7 +16,7 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.roles import POLICY

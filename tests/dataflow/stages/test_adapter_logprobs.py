@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.schema import needs_by_state
 from spmdrl.dataflow.stages.inference import AdapterLogprobsStage
 from spmdrl.dataflow.stages.rows import token_rows
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.flow_config import DockConfig

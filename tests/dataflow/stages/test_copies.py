@@ -20,7 +20,7 @@ from spmdrl.dataflow.stages.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.rows import TURNS
 from spmdrl.dataflow.stages.update import UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import Batch, CreditInputs
 from spmdrl.nouns.settings.role_configs import CriticConfig

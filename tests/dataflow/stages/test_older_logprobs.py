@@ -8,7 +8,7 @@ from tests.engines.training.tiny import CONFIG, OPTIM
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.stages.inference import OlderLogprobsStage, ScoreStage
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.nouns.settings.training_config import TrainingConfig

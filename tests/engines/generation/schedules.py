@@ -12,7 +12,7 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.engines.models.make_model import RandomWeights, decoder_config
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.mesh import GenerationMesh

@@ -10,7 +10,7 @@ import torch
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Decode, GenerationEngine, Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.support.chosen_device import chosen_device, chosen_kind
 from tests.support.tuned import TunedRollout

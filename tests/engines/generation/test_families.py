@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.engines.models.make_model import RandomWeights, decoder_config
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import spmdrl.engines.generation.vllm_engine  # noqa: F401
 from spmdrl.engines.generation.vllm_cpu import check_sizes, default_cache_bytes
 from spmdrl.engines.generation.vllm_engine import gives_unfiltered, logprobs_mode
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 

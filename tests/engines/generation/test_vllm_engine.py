@@ -17,7 +17,7 @@ import torch
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.generation.vllm_engine import VllmEngine
 from spmdrl.engines.models.hf.model_weights import WeightFiles
-from spmdrl.engines.models.making.make_model import make_model_folder
+from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.engines.models.make_model import RandomWeights, decoder_config
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.resources.device import BACKENDS

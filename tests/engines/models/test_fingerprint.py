@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf.model_weights import write_weights
-from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
+from spmdrl.engines.models.make_model import decoder_config, make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 
 MAKE = MakeConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=48, chars="0123456789+=")

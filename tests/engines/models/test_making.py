@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
-from spmdrl.engines.models.making.make_model import decoder_config, make_char_tokenizer, make_model_folder
+from spmdrl.engines.models.make_model import decoder_config, make_char_tokenizer, make_model_folder
 from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 
@@ -105,7 +105,7 @@ def test_sizes_that_do_not_fit_are_refused_by_key(sizes: dict[str, object], mess
 @pytest.mark.slow
 def test_the_package_starts_without_transformers_or_tokenizers() -> None:
     script = (
-        "import sys, spmdrl.engines.models.kernels.packed, spmdrl.engines.models.making.make_model\n"
+        "import sys, spmdrl.engines.models.kernels.packed, spmdrl.engines.models.make_model\n"
         "print([name for name in ('transformers', 'tokenizers', 'huggingface_hub') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

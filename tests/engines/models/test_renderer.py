@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spmdrl.engines.models.making.make_model import make_char_tokenizer
+from spmdrl.engines.models.make_model import make_char_tokenizer
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
-from spmdrl.engines.models.making.make_model import RandomWeights, decoder_config
+from spmdrl.engines.models.make_model import RandomWeights, decoder_config
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.engines.models.support import load_decoder, packed_logits, random_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig

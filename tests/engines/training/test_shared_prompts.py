@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.batching.shared_prompts import RowSharing, bundle_rows, lay_out
 from spmdrl.engines.training.training_engine import TrainingEngine

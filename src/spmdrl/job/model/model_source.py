@@ -22,7 +22,7 @@ from spmdrl.engines.models.hf.model_folder import (
 )
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.models.making.make_model import decoder_config, make_model_folder
+from spmdrl.engines.models.make_model import decoder_config, make_model_folder
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role

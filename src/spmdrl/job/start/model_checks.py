@@ -11,7 +11,7 @@ import torch
 from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
-from spmdrl.engines.models.making.make_model import decoder_config
+from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.routing.routers import check_routing

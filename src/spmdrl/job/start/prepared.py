@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.teacher import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.foreign_folder import try_folder
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, compute_dtype, read_config, resolve_model_folder
-from spmdrl.engines.models.making.make_model import decoder_config, make_folder_without_weights
+from spmdrl.engines.models.make_model import decoder_config, make_folder_without_weights
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype

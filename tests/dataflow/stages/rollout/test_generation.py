@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.nouns.settings.flow_config import DockConfig
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams

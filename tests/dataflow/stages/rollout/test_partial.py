@@ -26,7 +26,7 @@ from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.nouns.batch import WorkerState

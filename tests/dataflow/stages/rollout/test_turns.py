@@ -18,7 +18,7 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
-from spmdrl.engines.models.making.make_model import RandomWeights
+from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.mesh import lone_generation_mesh

@@ -1,1 +1,0 @@
-"""Small models made by code: random weights and a char-level tokenizer."""
