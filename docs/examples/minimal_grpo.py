@@ -34,7 +34,7 @@ from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.updater import UpdateResult
+from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.nouns.batch import LossScope, TokenTerms, offsets_of
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams

@@ -21,7 +21,7 @@ from spmdrl.engines.models.renderer import MarkedTokens, Renderer
 from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.engines.training.update.updater import UpdateResult
+from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.prepared import Prepared

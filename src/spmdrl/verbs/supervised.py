@@ -9,7 +9,7 @@ from dataclasses import replace
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.training.update.updater import UpdateResult
+from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.job.evaluator import build_evaluator
 from spmdrl.job.held_out import AnswerJudge, HeldOut, PairJudge
 from spmdrl.job.model.model_source import prepare_model

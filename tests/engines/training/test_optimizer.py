@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.engines.parallel.weight_cuts import chunk_of
-from spmdrl.engines.training.update.optimizer import clip_gradients, learning_rate, squared_norm
+from spmdrl.engines.training.updater import clip_gradients, learning_rate, squared_norm
 from spmdrl.nouns.settings.training_config import OptimConfig
 
 

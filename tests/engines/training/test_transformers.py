@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmdrl.engines.training.update.optimizer import learning_rate
+from spmdrl.engines.training.updater import learning_rate
 from tests.engines.training.tiny import (
     CONFIG,
     OPTIM,

@@ -6,7 +6,7 @@ import torch
 
 from spmdrl.engines.generation.native import cached_attention
 from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
-from spmdrl.engines.training.update import optimizer
+from spmdrl.engines.training import updater as optimizer
 from spmdrl.resources import device as devices
 
 # It reads memory by its address, which on the device a kernel alone may.

@@ -27,7 +27,7 @@ from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.passes import Passes
 from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
 from spmdrl.engines.training.sharding.sharded_model import Shard
-from spmdrl.engines.training.update.updater import Accumulated, Updater, UpdateResult
+from spmdrl.engines.training.updater import Accumulated, Updater, UpdateResult
 from spmdrl.nouns.roles import Rating
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.observability.fault_points import faultpoint

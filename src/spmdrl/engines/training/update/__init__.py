@@ -1,1 +1,0 @@
-"""One optimizer step: gradients added up over micro-batches, totals over ranks, AdamW over shards."""
