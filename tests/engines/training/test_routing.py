@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import SparseFeedForward
-from spmdrl.engines.training.routing.router_statistics import RouterStatistics, RouterTotals, largest_bias
-from spmdrl.engines.training.routing.routers import (
+from spmdrl.engines.training.router_statistics import RouterStatistics, RouterTotals, largest_bias
+from spmdrl.engines.training.routers import (
     RecordingRoute,
     RoutedTokens,
     RoutingScope,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels.prefixed import Copies
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention
-from spmdrl.engines.training.routing.routers import RecordingRoute
+from spmdrl.engines.training.routers import RecordingRoute
 from spmdrl.nouns.batch import gather_ragged_rows, offsets_of
 from spmdrl.nouns.roles import Rating
 from spmdrl.resources.device import to_device

@@ -1,1 +1,0 @@
-"""Routers of sparse layers in training: even loads, replayed choices, and their statistics."""
