@@ -18,7 +18,7 @@ from tests.support.jobs import finished, launch_job, metrics_of, run_job, summar
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.job.evaluator import write_records
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig

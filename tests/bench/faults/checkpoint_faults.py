@@ -17,7 +17,7 @@ import torch
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import MANIFEST, damage
 from spmdrl.engines.training.checkpoints.trainer_state import ShardFiles, write_shards
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from tests.bench.faults.fault_tally import Tally

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.training_config import TrainingConfig

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.resources.layout import ContextKind, UpdateLayout, fit_update_layout
 from tests.bench.harness.bench_models import LAYOUT_MODELS as MODELS
 from tests.bench.harness.bench_ranks import BenchRanks

@@ -9,7 +9,7 @@ from dataclasses import replace
 from spmdrl.dataflow.resharding.planning.plan import Shapes
 from spmdrl.dataflow.resharding.planning.slice_layouts import ParameterTable, parameter_table
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout

@@ -18,7 +18,7 @@ from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
-from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
+from spmdrl.engines.training.parallelize import Precision, build_sharded_model
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, fit_update_layout

@@ -16,7 +16,7 @@ from spmdrl.engines.training.checkpoints.file_writes import add_text
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.engines.training.checkpoints.snapshot import HostCopies, NoHostMemory, Snapshot
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.fault_points import faultpoint

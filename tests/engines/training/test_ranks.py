@@ -22,7 +22,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
-from spmdrl.engines.training.sharding.sharded_model import local_tensor
+from spmdrl.engines.training.sharded_model import local_tensor
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.resources.collectives import barrier

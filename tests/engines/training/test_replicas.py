@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.engines.training.sharding import replicas
-from spmdrl.engines.training.sharding.replicas import sum_gradients
+from spmdrl.engines.training import replicas
+from spmdrl.engines.training.replicas import sum_gradients
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -18,7 +18,7 @@ from spmdrl.engines.training.batching.shared_prompts import RowBundle, RowSharin
 from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.router_statistics import RouterStatistics
 from spmdrl.engines.training.routers import RoutingScope
-from spmdrl.engines.training.sharding.sharded_model import ShardedModel
+from spmdrl.engines.training.sharded_model import ShardedModel
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device

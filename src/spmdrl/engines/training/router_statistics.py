@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.training.routers import RecordingRoute, sparse_layers
-from spmdrl.engines.training.sharding.sharded_model import ShardedModel
+from spmdrl.engines.training.sharded_model import ShardedModel
 from spmdrl.nouns.settings.training_config import RoutingConfig
 from spmdrl.resources.mesh import UpdateMesh
 

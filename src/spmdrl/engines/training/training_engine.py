@@ -24,9 +24,9 @@ from spmdrl.engines.training.batching.packed_rows import (
 from spmdrl.engines.training.batching.shared_prompts import RowSharing
 from spmdrl.engines.training.fitted_passes import FittedPasses
 from spmdrl.engines.training.heads import check_head
+from spmdrl.engines.training.parallelize import Precision, build_sharded_model
 from spmdrl.engines.training.passes import Passes
-from spmdrl.engines.training.sharding.parallelize import Precision, build_sharded_model
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.updater import Accumulated, Updater, UpdateResult
 from spmdrl.nouns.roles import Rating
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig

@@ -26,7 +26,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
     trainer_state,
     write_shards,
 )
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.job.run.savable import Savable, SavedParts

@@ -14,8 +14,8 @@ from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_conf
 from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
+from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routers import check_routing
-from spmdrl.engines.training.sharding.parallelize import check_layout
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 

@@ -23,7 +23,7 @@ from spmdrl.engines.models.make_model import decoder_config, make_folder_without
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype
-from spmdrl.engines.training.sharding.parallelize import check_layout
+from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.job.model.model_source import (
     CHECKPOINTS,
     INITIAL_MODEL,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.training.sharding.sharded_model import Shard
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.observability.fault_points import faultpoint

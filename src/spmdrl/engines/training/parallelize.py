@@ -24,8 +24,8 @@ from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check
 from spmdrl.engines.parallel.weight_cuts import expert_shard_dim
 from spmdrl.engines.training.context.context_parallel import check_context_parallel
 from spmdrl.engines.training.pipeline.assignment import check_pipeline, layer_spans, stage_numbers
-from spmdrl.engines.training.sharding.replicas import holds_replicas
-from spmdrl.engines.training.sharding.sharded_model import ShardedModel
+from spmdrl.engines.training.replicas import holds_replicas
+from spmdrl.engines.training.sharded_model import ShardedModel
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
 

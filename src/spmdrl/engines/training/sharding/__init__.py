@@ -1,1 +1,0 @@
-"""This rank's shards of a decoder: FSDP2 units around plain modules, and gradients added up over axes."""
