@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.torch_version import TorchVersion
 
-from spmdrl.engines.training.pipeline.assignment import (
+from spmdrl.engines.training.assignment import (
     check_pipeline,
     forward_order,
     layer_spans,

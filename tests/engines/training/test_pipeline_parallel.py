@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.training.assignment import layer_spans, stage_numbers, stage_ranks
 from spmdrl.engines.training.heads import logprobs_and_entropy
-from spmdrl.engines.training.pipeline.assignment import layer_spans, stage_numbers, stage_ranks
-from spmdrl.engines.training.pipeline.pipeline_runner import PipelineRunner, sum_tied_gradients
+from spmdrl.engines.training.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh

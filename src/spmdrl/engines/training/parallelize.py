@@ -22,8 +22,8 @@ from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel, check
 from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from spmdrl.engines.parallel.weight_cuts import expert_shard_dim
+from spmdrl.engines.training.assignment import check_pipeline, layer_spans, stage_numbers
 from spmdrl.engines.training.context.context_parallel import check_context_parallel
-from spmdrl.engines.training.pipeline.assignment import check_pipeline, layer_spans, stage_numbers
 from spmdrl.engines.training.replicas import holds_replicas
 from spmdrl.engines.training.sharded_model import ShardedModel
 from spmdrl.resources.layout import UpdateLayout

@@ -13,7 +13,7 @@ import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig, LayerSpan
 from spmdrl.engines.parallel.weight_cuts import TensorCut, chunk_of, expert_shard_dim, is_of_experts, tensor_cut
-from spmdrl.engines.training.pipeline.assignment import layer_spans, stage_ranks
+from spmdrl.engines.training.assignment import layer_spans, stage_ranks
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: which rank runs which layers, and PyTorch's schedules around them."""
