@@ -11,13 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import SparseFeedForward
-from spmdrl.engines.training.router_statistics import RouterStatistics, RouterTotals, largest_bias
 from spmdrl.engines.training.routers import (
     RecordingRoute,
     RoutedTokens,
+    RouterStatistics,
+    RouterTotals,
     RoutingScope,
     check_routing,
     experts_of_rows,
+    largest_bias,
 )
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.nouns.settings.training_config import RoutingConfig

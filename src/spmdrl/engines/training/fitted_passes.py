@@ -16,8 +16,7 @@ from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, MicroB
 from spmdrl.engines.training.batching.rows_twice import RateTwice, twice
 from spmdrl.engines.training.batching.shared_prompts import RowBundle, RowSharing, bundle_rows
 from spmdrl.engines.training.passes import HeadOf, Passes
-from spmdrl.engines.training.router_statistics import RouterStatistics
-from spmdrl.engines.training.routers import RoutingScope
+from spmdrl.engines.training.routers import RouterStatistics, RoutingScope
 from spmdrl.engines.training.sharded_model import ShardedModel
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.fault_points import faultpoint

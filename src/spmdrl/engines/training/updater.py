@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut
 from spmdrl.engines.training.batching.packed_rows import LossTerms
-from spmdrl.engines.training.router_statistics import RouterStatistics
+from spmdrl.engines.training.routers import RouterStatistics
 from spmdrl.engines.training.sharded_model import Shard, ShardedModel, local_tensor
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.fault_points import faultpoint
