@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.engines.training import replicas
-from spmdrl.engines.training.replicas import sum_gradients
+from spmdrl.engines.training import sharded_model
+from spmdrl.engines.training.sharded_model import sum_gradients
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
@@ -30,7 +30,7 @@ def gradients_of(rank: int) -> list[nn.Parameter]:
 
 def sum_them(world: World) -> list[float | None]:
     mesh = build_update_mesh(UpdateLayout(data=2, shard=1), world.device, world.rank)
-    replicas.JOINED_BYTES = 8_000
+    sharded_model.JOINED_BYTES = 8_000
     parameters = gradients_of(world.rank)
     sum_gradients(parameters, mesh.data)
     assert all(one.grad is None or (one.grad == one.grad.flatten()[0]).all() for one in parameters)

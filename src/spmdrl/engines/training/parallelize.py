@@ -24,8 +24,7 @@ from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check
 from spmdrl.engines.parallel.weight_cuts import expert_shard_dim
 from spmdrl.engines.training.assignment import check_pipeline, layer_spans, stage_numbers
 from spmdrl.engines.training.context.context_parallel import check_context_parallel
-from spmdrl.engines.training.replicas import holds_replicas
-from spmdrl.engines.training.sharded_model import ShardedModel
+from spmdrl.engines.training.sharded_model import ShardedModel, holds_replicas
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
 

@@ -27,9 +27,8 @@ from spmdrl.engines.training.context.context_parallel import at_places, share_of
 from spmdrl.engines.training.context.token_placement import num_places, place_tokens
 from spmdrl.engines.training.heads import LikeliestHead, LogprobHead, TokenHead, ValueHead
 from spmdrl.engines.training.pipeline_runner import PipelineRunner, sum_tied_gradients
-from spmdrl.engines.training.replicas import sum_gradients
 from spmdrl.engines.training.routers import RecordingRoute, RoutedTokens, RoutingScope
-from spmdrl.engines.training.sharded_model import ShardedModel, local_gradients
+from spmdrl.engines.training.sharded_model import ShardedModel, local_gradients, sum_gradients
 from spmdrl.nouns.roles import Rating
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device
