@@ -14,7 +14,7 @@ from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.microbatch_limit import MicrobatchLimit
+from spmdrl.engines.training.batching.microbatch import MicrobatchLimit
 from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
 from spmdrl.engines.training.training_engine import TrainingEngine

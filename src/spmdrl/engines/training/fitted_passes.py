@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.models.lora import adapting
 from spmdrl.engines.models.row_cost import row_cost_of
-from spmdrl.engines.training.batching.microbatch import plan_microbatches
-from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut, MicrobatchLimit
+from spmdrl.engines.training.batching.microbatch import MemoryRanOut, MicrobatchLimit, plan_microbatches
 from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, MicroBatch, TokenRows
-from spmdrl.engines.training.batching.rows_twice import RateTwice, twice
 from spmdrl.engines.training.batching.shared_prompts import RowBundle, RowSharing, bundle_rows
+from spmdrl.engines.training.heads import TokenHead
 from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.routers import RouterStatistics, RoutingScope
 from spmdrl.engines.training.sharded_model import ShardedModel
@@ -25,6 +26,44 @@ from spmdrl.resources.device import Device, to_device
 Made = TypeVar("Made")
 Rated = tuple[Sequence[int], tuple[Tensor, ...]]
 """The members of a micro-batch, and their ratings."""
+
+
+def twice(micro: MicroBatch) -> MicroBatch:
+    """Two copies of a micro-batch's tokens, one behind the other, of which only the first meets the adapters.
+
+    Each is attended to and rated as the micro-batch alone is; places and targets stay those of one.
+    """
+    return replace(
+        micro,
+        tokens_T=micro.tokens_T.repeat(2),
+        positions_T=micro.positions_T.repeat(2),
+        row_T=micro.row_T.repeat(2),
+        attend=AttendTwice(micro.attend),
+    )
+
+
+@dataclass(frozen=True)
+class AttendTwice:
+    """Attention inside each copy."""
+
+    attend: Attend
+    """Of one copy."""
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+        copies = zip(q_THK.chunk(2), k_TJK.chunk(2), v_TJU.chunk(2), strict=True)
+        return torch.cat([self.attend(layer, *heads) for heads in copies])
+
+
+@dataclass(frozen=True)
+class RateTwice:
+    """The ratings of the first copy, then those of the second."""
+
+    head: TokenHead
+    """Of one copy."""
+
+    def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        first, second = (self.head(hidden, weight_VD) for hidden in hidden_TD.chunk(2))
+        return *first, *second
 
 
 class FittedPasses:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.training.batching.microbatch_limit import MemoryRanOut
+from spmdrl.engines.training.batching.microbatch import MemoryRanOut
 from spmdrl.engines.training.batching.packed_rows import LossTerms
 from spmdrl.engines.training.routers import RouterStatistics
 from spmdrl.engines.training.sharded_model import Shard, ShardedModel, local_tensor

@@ -1,4 +1,4 @@
-"""Splits rows into micro-batches under a token budget, with equal counts on every data rank.
+"""Splits rows into micro-batches under a token budget, which is halved where memory runs out.
 
 Shape letters: `B` rows.
 """
@@ -9,6 +9,9 @@ import bisect
 from collections.abc import Callable, Sequence
 
 from spmdrl.nouns.partition import largest_differencing
+
+MOST_HALVINGS = 3
+"""of the tokens of a micro-batch, in a run"""
 
 
 def plan_microbatches(
@@ -95,3 +98,33 @@ def _packed_by_length(
         groups[number].append(row)
         bisect.insort(room, (left - lengths_B[row], number))
     return groups
+
+
+class MemoryRanOut(RuntimeError):
+    """A pass ran out of memory on some rank; it was ended in step with the others, so that it can be done again."""
+
+
+class MicrobatchLimit:
+    """The tokens of a micro-batch at most, the same on every rank; it may be halved three times."""
+
+    def __init__(self, tokens: int):
+        self._first = tokens
+        self.num_halvings = 0
+        self.when_halved: Callable[[str], None] | None = None
+        """called with an allocator's words once the limit was halved, on every rank"""
+
+    @property
+    def tokens(self) -> int:
+        return self.after(self.num_halvings)
+
+    def after(self, num_halvings: int) -> int:
+        """The limit once it was halved so often."""
+        return max(1, self._first >> num_halvings)
+
+    def halve(self, failure: MemoryRanOut) -> None:
+        """Go on with half as many. Raises the failure where that has been done often enough."""
+        if self.num_halvings == MOST_HALVINGS or self.tokens == 1:
+            raise failure
+        self.num_halvings += 1
+        if self.when_halved is not None:
+            self.when_halved(str(failure))
