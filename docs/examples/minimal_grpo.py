@@ -32,7 +32,7 @@ from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.nouns.batch import LossScope, TokenTerms, offsets_of

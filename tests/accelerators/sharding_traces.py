@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import LossFunction, TrainingEngine
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.device import Device

@@ -8,7 +8,7 @@ from torch import Tensor
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig, RlooConfig
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.dataflow.stages.update import PolicyLoss
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.nouns.batch import offsets_of
 
 # 64 tokens: each expert of every model gets the same whole number of rows.

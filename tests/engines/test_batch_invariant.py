@@ -13,7 +13,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 from tests.bench.faults.planned_faults import VARIABLE
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
-from spmdrl.engines.training.batching.microbatch import MemoryRanOut, MicrobatchLimit
+from spmdrl.engines.training.microbatch import MemoryRanOut, MicrobatchLimit
 from spmdrl.job.model.shared_limit import LIMIT_FILE
 
 SMALL = ("train.max_tokens_per_microbatch=128", "train.epochs_per_step=2", "checkpoint.interval=1")

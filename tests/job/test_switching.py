@@ -15,7 +15,7 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import LossTerms, TokenRows
+from spmdrl.engines.training.packed_rows import LossTerms, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.switching import Switching
 from spmdrl.nouns.batch import offsets_of

@@ -18,8 +18,8 @@ from spmdrl.config.config import RewardModelConfig, SftConfig
 from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.models.renderer import MarkedTokens, Renderer
-from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
+from spmdrl.engines.training.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.job.model.role_models import RoleModels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.layout import UpdateLayout

@@ -12,7 +12,7 @@ import numpy as np
 from spmdrl.dataflow.samples.balancing.balance import SLACK_PERCENT, RowLoads, Taker, assign_rows, deal_groups
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
 from spmdrl.engines.models.row_cost import row_cost_of
-from spmdrl.engines.training.batching.microbatch import plan_microbatches
+from spmdrl.engines.training.microbatch import plan_microbatches
 from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.partition import ROWS, RowCost
 from tests.bench.harness.bench_models import QWEN_7B

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.device import Device
 

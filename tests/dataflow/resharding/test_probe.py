@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, exempt_share, probe_rows
-from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
+from spmdrl.engines.training.packed_rows import Scores, TokenRows
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.resources.world import World
 from tests.support.ranks import run_ranks

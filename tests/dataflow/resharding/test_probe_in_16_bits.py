@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.probe import Probe, Rated, default_tolerance, exempt_share
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of
 from spmdrl.nouns.settings.model_sizes import MoeConfig

@@ -19,7 +19,7 @@ from spmdrl.dataflow.samples.balancing.balance import (
     most_groups_each,
 )
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
-from spmdrl.engines.training.batching.microbatch import fewest_microbatches
+from spmdrl.engines.training.microbatch import fewest_microbatches
 from spmdrl.nouns.partition import RowCost
 
 GROUP_SIZE = 3

@@ -21,7 +21,7 @@ from spmdrl.dataflow.stages.returns import ReturnsStage, lambda_returns
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import to_microbatch
+from spmdrl.engines.training.packed_rows import to_microbatch
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import Batch, WorkerState
 from spmdrl.nouns.settings.role_configs import CriticConfig

@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
 from spmdrl.dataflow.stages.update import PolicyLoss, UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
-from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows, to_microbatch
+from spmdrl.engines.training.packed_rows import Scores, TokenRows, to_microbatch
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import Batch, LossScope
 from spmdrl.nouns.settings.training_config import TrainingConfig

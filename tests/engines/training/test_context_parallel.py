@@ -11,9 +11,9 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel, share_of
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
+from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
     load_trainer_state,
     trainer_state,
     write_shards,
 )
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.runtime.supervision.activity import activity

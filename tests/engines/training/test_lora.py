@@ -14,9 +14,9 @@ from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.microbatch import MicrobatchLimit
-from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
+from spmdrl.engines.training.microbatch import MicrobatchLimit
+from spmdrl.engines.training.packed_rows import AdapterLogprobs, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.row_cost import row_cost_of
-from spmdrl.engines.training.batching.microbatch import fewest_microbatches, plan_microbatches
-from spmdrl.engines.training.batching.packed_rows import TokenRows, dummy_rows, to_microbatch
+from spmdrl.engines.training.microbatch import fewest_microbatches, plan_microbatches
+from spmdrl.engines.training.packed_rows import TokenRows, dummy_rows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.partition import RowCost
 from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
 from spmdrl.algorithms.terms.pairs import PAIR, PairTokens, preference_loss
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

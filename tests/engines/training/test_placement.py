@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.training.batching.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.engines.training.context.context_parallel import GatherRatings, share_of
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
+from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
 from tests.engines.training.tiny import axis_of
 

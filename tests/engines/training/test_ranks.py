@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.checkpoints.trainer_state import (
     ShardFiles,
     load_trainer_state,
     trainer_state,
     write_shards,
 )
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.sharded_model import local_tensor
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.nouns.batch import WeightSlice

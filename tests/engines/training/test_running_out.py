@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from spmdrl.engines.training import parallelize
-from spmdrl.engines.training.batching.microbatch import MemoryRanOut
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores
+from spmdrl.engines.training.microbatch import MemoryRanOut
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.world import World

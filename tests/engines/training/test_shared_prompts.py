@@ -13,8 +13,8 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, TokenRows
-from spmdrl.engines.training.batching.shared_prompts import RowSharing, bundle_rows, lay_out
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, TokenRows
+from spmdrl.engines.training.shared_prompts import RowSharing, bundle_rows, lay_out
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of
 from spmdrl.nouns.partition import TOKENS, RowCost

@@ -17,7 +17,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
 from spmdrl.engines.models.hf.model_weights import WeightFiles, WeightSource, WithNewHead, write_weights
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.training.batching.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows
+from spmdrl.engines.training.packed_rows import LossFunction, LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of, whole_slice
 from spmdrl.nouns.roles import Rating

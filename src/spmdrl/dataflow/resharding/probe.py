@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.batching.packed_rows import Scores, TokenRows
+from spmdrl.engines.training.packed_rows import Scores, TokenRows
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.collectives import max_over
 

@@ -15,7 +15,7 @@ from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import copies_of, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, TokenRows
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.role_configs import CriticConfig

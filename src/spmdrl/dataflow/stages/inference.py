@@ -16,7 +16,7 @@ from torch import Tensor
 from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
-from spmdrl.engines.training.batching.packed_rows import TokenRows
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import Batch, Integers, WorkerState, offsets_of
 from spmdrl.nouns.settings.role_configs import END_VALUE

@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.dataflow.samples.schema import COPIES, length_column
 from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.training.batching.packed_rows import OTHER_TOKENS, TokenRows
+from spmdrl.engines.training.packed_rows import OTHER_TOKENS, TokenRows
 from spmdrl.engines.training.routers import experts_of_rows
 from spmdrl.nouns.batch import Batch, CreditInputs, CreditSettings, offsets_of
 from spmdrl.resources.device import to_device

@@ -12,13 +12,13 @@ from torch import Tensor
 from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.models.lora import adapting
 from spmdrl.engines.models.row_cost import row_cost_of
-from spmdrl.engines.training.batching.microbatch import MemoryRanOut, MicrobatchLimit, plan_microbatches
-from spmdrl.engines.training.batching.packed_rows import AdapterLogprobs, MicroBatch, TokenRows
-from spmdrl.engines.training.batching.shared_prompts import RowBundle, RowSharing, bundle_rows
 from spmdrl.engines.training.heads import TokenHead
+from spmdrl.engines.training.microbatch import MemoryRanOut, MicrobatchLimit, plan_microbatches
+from spmdrl.engines.training.packed_rows import AdapterLogprobs, MicroBatch, TokenRows
 from spmdrl.engines.training.passes import HeadOf, Passes
 from spmdrl.engines.training.routers import RouterStatistics, RoutingScope
 from spmdrl.engines.training.sharded_model import ShardedModel
+from spmdrl.engines.training.shared_prompts import RowBundle, RowSharing, bundle_rows
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import Device, to_device

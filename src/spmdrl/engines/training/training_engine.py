@@ -12,7 +12,9 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
 from spmdrl.engines.models.lora import adapting, is_adapter
-from spmdrl.engines.training.batching.packed_rows import (
+from spmdrl.engines.training.fitted_passes import FittedPasses
+from spmdrl.engines.training.heads import check_head
+from spmdrl.engines.training.packed_rows import (
     AdapterLogprobs,
     Likeliest,
     LossFunction,
@@ -21,12 +23,10 @@ from spmdrl.engines.training.batching.packed_rows import (
     Scores,
     TokenRows,
 )
-from spmdrl.engines.training.batching.shared_prompts import RowSharing
-from spmdrl.engines.training.fitted_passes import FittedPasses
-from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.parallelize import Precision, build_sharded_model
 from spmdrl.engines.training.passes import Passes
 from spmdrl.engines.training.sharded_model import Shard
+from spmdrl.engines.training.shared_prompts import RowSharing
 from spmdrl.engines.training.updater import Accumulated, Updater, UpdateResult
 from spmdrl.nouns.roles import Rating
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.training.batching.microbatch import MemoryRanOut
-from spmdrl.engines.training.batching.packed_rows import LossTerms
+from spmdrl.engines.training.microbatch import MemoryRanOut
+from spmdrl.engines.training.packed_rows import LossTerms
 from spmdrl.engines.training.routers import RouterStatistics
 from spmdrl.engines.training.sharded_model import Shard, ShardedModel, local_tensor
 from spmdrl.nouns.settings.training_config import OptimConfig

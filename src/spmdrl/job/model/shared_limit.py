@@ -6,7 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from spmdrl.engines.training.batching.microbatch import MOST_HALVINGS, MicrobatchLimit
+from spmdrl.engines.training.microbatch import MOST_HALVINGS, MicrobatchLimit
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import on_main

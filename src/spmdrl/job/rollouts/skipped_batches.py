@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.engines.training.batching.packed_rows import TokenRows
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.engines.training.checkpoints.manifest import step_folder_name
+from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.make_model import RandomWeights, decoder_config
-from spmdrl.engines.training.batching.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.settings.model_config import MakeConfig

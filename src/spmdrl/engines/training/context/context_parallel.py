@@ -16,9 +16,9 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.kernels.prefixed import Copies
 from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.parallel.axis_collectives import exchange_rows, gather_own_gradient
-from spmdrl.engines.training.batching.packed_rows import MicroBatch
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.context.token_placement import Placement, RatedTokens
+from spmdrl.engines.training.packed_rows import MicroBatch
 from spmdrl.resources.device import to_device
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.layers import Attend, PackedCausalAttention, SharedPromptAttention
-from spmdrl.engines.training.batching.packed_rows import SharedLayout, TokenRows
+from spmdrl.engines.training.packed_rows import SharedLayout, TokenRows
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.partition import RowCost, shares_prompt
 from spmdrl.nouns.roles import Rating

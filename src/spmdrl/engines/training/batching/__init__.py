@@ -1,1 +1,0 @@
-"""Packed rows in, micro-batches of nearly equal cost out."""
