@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.cpp import softmax
+from spmdrl.engines.models.kernels.cpp import elementwise
 from tests.engines.models.support import no_cpu_library
 
 pytestmark = pytest.mark.cpu_only(reason="the library is the CPU's")
@@ -31,7 +31,7 @@ def rated(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def test_sums_equal_those_in_float64(shape: tuple[int, int]) -> None:
     logits = logits_of(shape)
     above, _, _, sums, weighted = rated(logits)
-    ours = softmax.exponential_sums(logits, logits.amax(-1) if logits.numel() else logits.new_empty(0))
+    ours = elementwise.exponential_sums(logits, logits.amax(-1) if logits.numel() else logits.new_empty(0))
     for result, exact in zip((logits, *ours), (above, sums, weighted), strict=True):
         torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1e-6)
 
@@ -45,16 +45,16 @@ def test_gradients_equal_those_in_float64(shape: tuple[int, int], given: tuple[b
     factors = (0 if g is None else g.double()[:, None]) + (
         0 if h is None else h.double()[:, None] * (logprobs + entropy[:, None])
     )
-    ours = softmax.minus_expected(above.float(), log_sum.float(), entropy.float(), g, h)
+    ours = elementwise.minus_expected(above.float(), log_sum.float(), entropy.float(), g, h)
     torch.testing.assert_close(ours.double(), -logprobs.exp() * factors, rtol=2e-5, atol=1e-7)
 
 
 def both(logits: Tensor) -> list[Tensor]:
     logits = logits.clone()
-    sums, weighted = softmax.exponential_sums(logits, logits.amax(-1))
+    sums, weighted = elementwise.exponential_sums(logits, logits.amax(-1))
     above, log_sum = logits.clone(), sums.log()
     pulls = torch.full_like(sums, 0.3)
-    return [above, sums, weighted, softmax.minus_expected(logits, log_sum, log_sum - weighted / sums, pulls, pulls)]
+    return [above, sums, weighted, elementwise.minus_expected(logits, log_sum, log_sum - weighted / sums, pulls, pulls)]
 
 
 def test_a_row_has_the_same_bits_beside_any_others_and_on_any_threads() -> None:
@@ -93,5 +93,5 @@ def test_logits_that_lie_apart_are_read_where_they_lie() -> None:
     logits = logits_of((6, 50))
     apart, copied = logits.clone()[:, ::2], logits[:, ::2].contiguous()
     expected = plain.exponential_sums(copied.clone(), copied.amax(-1))
-    for ours, plainly in zip(softmax.exponential_sums(apart, copied.amax(-1)), expected, strict=True):
+    for ours, plainly in zip(elementwise.exponential_sums(apart, copied.amax(-1)), expected, strict=True):
         torch.testing.assert_close(ours, plainly)

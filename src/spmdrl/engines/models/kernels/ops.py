@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, onednn, plain
-from spmdrl.engines.models.kernels.cpp import elementwise, row_attention, softmax
+from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 
@@ -30,11 +30,11 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "blocked_linear": {"cpu": onednn.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "exponential_sums": {
-        "cpu": softmax.exponential_sums,
+        "cpu": elementwise.exponential_sums,
         "cuda": plain.exponential_sums,
         "npu": plain.exponential_sums,
     },
-    "minus_expected": {"cpu": softmax.minus_expected, "cuda": plain.minus_expected, "npu": plain.minus_expected},
+    "minus_expected": {"cpu": elementwise.minus_expected, "cuda": plain.minus_expected, "npu": plain.minus_expected},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {
         "cpu": row_attention.packed_attention,
