@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.grouped import grouped_mm_linear, grouped_mm_takes
 from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows, padded_prefixed_attention
 
@@ -49,8 +48,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
     capable = torch.cuda.get_device_capability(rows_MD.device) >= _GROUPED_CAPABILITY
-    if rows_MD.dtype == torch.bfloat16 and capable and grouped_mm_takes(rows_MD, weights_EOD):
-        return grouped_mm_linear(rows_MD, weights_EOD, counts_E)
+    if rows_MD.dtype == torch.bfloat16 and capable and plain.grouped_mm_takes(rows_MD, weights_EOD):
+        return plain.grouped_mm_linear(rows_MD, weights_EOD, counts_E)
     return plain.grouped_linear(rows_MD, weights_EOD, counts_E)
 
 

@@ -8,6 +8,8 @@ head, where no table of blocks is meant.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,8 @@ from spmdrl.nouns.batch import offsets_of
 # A CPU's matrix product gives each of its rows the same bits whatever their number, from this many on: MKL has other
 # loops for fewer than 16 on processors with AVX-512 FP16, and for fewer than 4 on others.
 LEAST_ROWS = 16
+# The grouped product demands that rows of every operand begin at multiples of this.
+_STRIDE_BYTES = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,3 +125,28 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
     # Query heads that share a key head are its queries, so that it is read once for all of them.
     q_BJFK = q_BHK.unflatten(1, (num_heads, -1))
     return masked_attention(q_BJFK, keys_BJSK, values_BJSU, is_cached_BS[:, None, None]).flatten(1, 2)
+
+
+def grouped_mm_takes(rows_MD: Tensor, weights_EOD: Tensor) -> bool:
+    """Whether there are rows, and all strides are as the grouped product demands them."""
+    widths = weights_EOD.shape[1:]
+    return len(rows_MD) > 0 and all(width * rows_MD.element_size() % _STRIDE_BYTES == 0 for width in widths)
+
+
+def grouped_mm_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+    """Each expert's linear layer on its own rows; returns [M, O]."""
+    ends_E = counts_E.to(rows_MD.device, non_blocking=True).cumsum(0).to(torch.int32)
+    product_MO = F.grouped_mm(rows_MD.contiguous(), weights_EOD.transpose(1, 2), offs=ends_E)
+    return _ContiguousGradient.apply(product_MO)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Hands on a gradient with plain strides: the product's backward fails on others, such as those of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
