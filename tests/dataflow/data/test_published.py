@@ -12,7 +12,7 @@ import pytest
 
 from spmdrl.dataflow.data.data_rows import Row, RowNeeds, read_rows
 from spmdrl.dataflow.data.records import BadRows
-from spmdrl.engines.reward.rules.answers import choice, math, number
+from spmdrl.engines.reward.answers import choice, math, number
 from spmdrl.nouns.settings.data_config import DataConfig, data_sources
 
 GSM8K = {"question": "3 boxes of {6} pens?", "answer": "3 * 6 = <<3*6=18>>18\n#### 18"}

@@ -60,7 +60,7 @@ def test_conversational_prompts_have_completions_as_messages():
 
 
 def test_module_functions_load_by_name():
-    assert scores_of("spmdrl.engines.reward.rules.answers:exact", " 4 ", answer=["4"]).values == [1.0]
+    assert scores_of("spmdrl.engines.reward.answers:exact", " 4 ", answer=["4"]).values == [1.0]
 
 
 def test_a_misspelled_rule_is_met_with_the_nearest_one():

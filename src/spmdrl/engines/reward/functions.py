@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
+from spmdrl.engines.reward.answers import RULES, check_rule_installed
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall
-from spmdrl.engines.reward.rules.answers import RULES, check_rule_installed
-from spmdrl.engines.reward.rules.code_reward import CodeReward, Judged
-from spmdrl.engines.reward.rules.formula import Undecided
+from spmdrl.engines.reward.code_reward import CodeReward, Judged
+from spmdrl.engines.reward.formula import Undecided
 from spmdrl.nouns.settings.reward_config import CODE, CodeConfig, function_names
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.workers.loading import explain, load_attribute

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engines.reward.rules.answers import exact, math, number
-from spmdrl.engines.reward.rules.final_answer import marked_answer
-from spmdrl.engines.reward.rules.number import is_same_number, parse_number
+from spmdrl.engines.reward.answers import exact, math, number
+from spmdrl.engines.reward.final_answer import marked_answer
+from spmdrl.engines.reward.number import is_same_number, parse_number
 
 SAME = [
     ("#### 18", "18"),

@@ -16,7 +16,7 @@ from tests.engines.reward.rules.rewritten import references, rewritten
 
 pytest.importorskip("math_verify", reason="needs pip install -e '.[math]'")
 
-from spmdrl.engines.reward.rules.formula import Undecided, is_right  # noqa: E402
+from spmdrl.engines.reward.formula import Undecided, is_right  # noqa: E402
 
 MIN_SHARE_RIGHT = 0.97
 CLASSES = {**BOXED, **IN_SENTENCES}

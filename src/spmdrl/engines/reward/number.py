@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from spmdrl.engines.reward.rules.final_answer import marked_answer
-from spmdrl.engines.reward.rules.physical_units import same_unit, split_unit
+from spmdrl.engines.reward.final_answer import marked_answer
+from spmdrl.engines.reward.physical_units import same_unit, split_unit
 
 # Longer digit strings aren't answers, and exact arithmetic on them costs more than a reward may.
 _MAX_NUMBER_CHARACTERS = 100

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from spmdrl.engines.reward.rules.code_tests import RowTests, read_tests
-from spmdrl.engines.reward.rules.program_text import program_in
+from spmdrl.engines.reward.code_tests import RowTests, read_tests
+from spmdrl.engines.reward.program_text import program_in
 from spmdrl.nouns.settings.reward_config import CodeConfig
 from spmdrl.runtime.sandbox.boxes import Box, BoxLimits, BoxLost, BoxServer, Finished, SandboxRefused
 from spmdrl.runtime.sandbox.inside.program import OUT_OF_MEMORY

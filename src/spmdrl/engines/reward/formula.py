@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from spmdrl.engines.reward.rules.final_answer import last_formula, last_line, marked_answer, stated_answer
-from spmdrl.engines.reward.rules.number import last_number, parse_number, respelled
-from spmdrl.engines.reward.rules.physical_units import same_unit, split_unit
+from spmdrl.engines.reward.final_answer import last_formula, last_line, marked_answer, stated_answer
+from spmdrl.engines.reward.number import last_number, parse_number, respelled
+from spmdrl.engines.reward.physical_units import same_unit, split_unit
 
 # Simplifying a hostile formula has no end. Counted in this process's own time: a busy machine changes no reward.
 _MAX_CPU_SECONDS = 3.0

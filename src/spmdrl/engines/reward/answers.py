@@ -10,9 +10,9 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmdrl.engines.reward.rules import formula
-from spmdrl.engines.reward.rules.final_answer import last_line, marked_answer, stated_answer
-from spmdrl.engines.reward.rules.number import is_same_number
+from spmdrl.engines.reward import formula
+from spmdrl.engines.reward.final_answer import last_line, marked_answer, stated_answer
+from spmdrl.engines.reward.number import is_same_number
 
 Score = float | None | Exception
 

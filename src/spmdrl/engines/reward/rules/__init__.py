@@ -1,1 +1,0 @@
-"""The built-in reward rules: where a text states its final answer, and whether that equals a reference."""
