@@ -6,20 +6,26 @@ expected values nor a way to write a verdict.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import signal
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from spmdrl.engines.reward.code_tests import RowTests, read_tests
-from spmdrl.engines.reward.program_text import program_in
 from spmdrl.nouns.settings.reward_config import CodeConfig
 from spmdrl.runtime.sandbox.boxes import Box, BoxLimits, BoxLost, BoxServer, Finished, SandboxRefused
 from spmdrl.runtime.sandbox.inside.program import OUT_OF_MEMORY
 from spmdrl.runtime.workers.verdict import Verdict
+
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_LANGUAGES = ("", "py", "python", "python3")
+_END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
@@ -149,3 +155,29 @@ def _decimals(line: str) -> list[Decimal] | None:
         return [Decimal(word) for word in line.split()]
     except InvalidOperation:
         return None
+
+
+def program_in(response: str, prompt: Any) -> str | None:
+    """The last fenced block of Python after the thoughts; without fences the whole response, where it is Python.
+
+    A response may go on with a program that its prompt begins, as HumanEval's do.
+    """
+    answer = response.rpartition(_END_OF_THOUGHT)[2]
+    if blocks := [text for language, text in _FENCED.findall(answer) if language.lower() in _LANGUAGES]:
+        return blocks[-1] if blocks[-1].strip() else None
+    if "```" in answer:
+        return None
+    begun = [prompt + response] if isinstance(prompt, str) else []
+    return next((text for text in (answer, *begun) if is_program(text)), None)
+
+
+def is_program(text: str) -> bool:
+    """Whether a text is Python that defines or does something."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    # A word or a number is Python too.
+    return any(not isinstance(one, ast.Expr) or isinstance(one.value, ast.Call) for one in tree.body)

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from spmdrl.engines.reward.calls import RewardCall
+from spmdrl.engines.reward.code_reward import program_in
 from spmdrl.engines.reward.code_tests import read_tests
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.reward.program_text import program_in
 from spmdrl.nouns.settings.reward_config import CodeConfig, RewardConfig
 from spmdrl.runtime.workers.verdict import Verdict
 
