@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from spmdrl.engines.models.hf.foreign_folder import try_folder
-from spmdrl.engines.models.hf.template_growth import check_growth
+from spmdrl.engines.models.hf.foreign_folder import check_growth, try_folder
 
 _PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 _GIB = 0.5

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
-from spmdrl.engines.models.hf.template_growth import check_growth
+from spmdrl.engines.models.hf.foreign_folder import check_growth
 from spmdrl.engines.models.tokenizer import ModelTokenizer, StopToken
 from spmdrl.nouns.settings.data_config import RowNotRendered, TemplateOptions, check_kwargs
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.engines.models.hf.template_growth import MOST_GROWTH, check_growth
 from spmdrl.runtime.workers.call_pool import CallPool, Unanswered
 from spmdrl.runtime.workers.call_queue import Call
 from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
 from spmdrl.runtime.workers.verdict import Verdict
 
+MOST_GROWTH = 64
+"""of a text in a template or tokenizer"""
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _RENDERING = "transformers.utils.chat_template_utils"
 # Lines of 16 characters, so that one character that grows is seen beside all others.
@@ -33,6 +34,14 @@ _CONVERSATIONS = (
     ([_SYSTEM, _ASKS, {**_ANSWERS, "tool_calls": [_CALL]}, _TOOL, _ANSWERS], _TOOLS),
     ([_ASKS, _ANSWERS] * 64 + [_ASKS], None),
 )
+
+
+def check_growth(rendered: str, template: str, messages: Any, tools: Any) -> None:
+    """Raise ValueError for a text that is far longer than its messages, tools and the template can fill."""
+    if len(rendered) > 4096:
+        given = len(json.dumps([messages, tools], default=str)) + len(template) * (1 + len(messages))
+        if len(rendered) > MOST_GROWTH * given:
+            raise ValueError(f"it renders {len(rendered)} characters of {given} of messages and template")
 
 
 def try_folder(folder: Path, *, seconds: float = 20.0, memory_limit_gib: float = 2.0) -> None:

@@ -15,8 +15,7 @@ import torch
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.config_rope import read_rope, rope_entries, write_rope
 from spmdrl.engines.models.hf.config_values import entries, flag, values, whole_number
-from spmdrl.engines.models.hf.families import FAMILIES, family_name
-from spmdrl.engines.models.hf.limits import refuse_unsupported
+from spmdrl.engines.models.hf.families import FAMILIES, family_name, refuse_unsupported
 from spmdrl.nouns.settings.model_config import ModelConfig
 
 _LANGUAGE_MODEL = "ForCausalLM"
