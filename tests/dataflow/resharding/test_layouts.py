@@ -16,8 +16,8 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
-from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
+from spmdrl.engines.parallel.weight_cuts import Parts
 from spmdrl.engines.training.parallelize import Precision, build_sharded_model
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig

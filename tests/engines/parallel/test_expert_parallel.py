@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.moe import SparseFeedForward
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
-from spmdrl.engines.parallel.parts import Parts
+from spmdrl.engines.parallel.weight_cuts import Parts
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import (
     apply_tensor_parallel,
     check_tensor_parallel,
     is_first,
     sum_tensor_gradients,
 )
-from spmdrl.engines.parallel.weight_cuts import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import Parts, VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.resources.layout import UpdateLayout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.parallel.parts import Parts
+from spmdrl.engines.parallel.weight_cuts import Parts
 from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice

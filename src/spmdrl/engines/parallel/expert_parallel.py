@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import Compute, Experts
 from spmdrl.engines.parallel.axis_collectives import exchange_counts, exchange_rows
-from spmdrl.engines.parallel.parts import Parts
+from spmdrl.engines.parallel.weight_cuts import Parts
 from spmdrl.resources.mesh import Axis
 
 

@@ -21,8 +21,14 @@ from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import Linear
 from spmdrl.engines.models.lora import AdaptedLinear
 from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
-from spmdrl.engines.parallel.parts import Parts, TensorCopies
-from spmdrl.engines.parallel.weight_cuts import VocabularyPart, is_of_experts, is_summed, tensor_cut
+from spmdrl.engines.parallel.weight_cuts import (
+    Parts,
+    TensorCopies,
+    VocabularyPart,
+    is_of_experts,
+    is_summed,
+    tensor_cut,
+)
 from spmdrl.resources.mesh import Axis
 
 SUM_BYTES = 64 << 20

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.moe import Experts
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
-from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from spmdrl.engines.parallel.weight_cuts import expert_shard_dim
+from spmdrl.engines.parallel.weight_cuts import Parts, expert_shard_dim
 from spmdrl.engines.training.assignment import check_pipeline, layer_spans, stage_numbers
 from spmdrl.engines.training.context.context_parallel import check_context_parallel
 from spmdrl.engines.training.sharded_model import ShardedModel, holds_replicas

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import buffer_dtypes, parameter_shapes
 from spmdrl.engines.models.lora import adapted_linears, is_adapter
-from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import is_first
-from spmdrl.engines.parallel.weight_cuts import chunk_of
+from spmdrl.engines.parallel.weight_cuts import Parts, chunk_of
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.resources.collectives import group_size, sum_into
 from spmdrl.resources.mesh import Axis, UpdateMesh

@@ -35,9 +35,8 @@ from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.models.moe import Route
 from spmdrl.engines.parallel.axis_collectives import gather_rows
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
-from spmdrl.engines.parallel.parts import Parts
 from spmdrl.engines.parallel.tensor_parallel import apply_tensor_parallel
-from spmdrl.engines.parallel.weight_cuts import VocabularyPart
+from spmdrl.engines.parallel.weight_cuts import Parts, VocabularyPart
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.mesh import GenerationMesh
 
