@@ -15,6 +15,7 @@ from spmdrl import __version__
 from spmdrl.cli.failure_page import (
     OTHER_RANKS_WAIT_SECONDS,
     end_with,
+    name_dead_rank,
     wants_traceback,
 )
 from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
@@ -29,7 +30,7 @@ from spmdrl.runtime.launch import (
     read_launch_environment,
 )
 from spmdrl.runtime.screen import show, waiting
-from spmdrl.runtime.supervision.launcher import end_with_launcher, remove_empty_folders
+from spmdrl.runtime.supervision.launcher import end_with_launcher, remove_empty_folders, write_error_file
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, Stopped, request, stop_words
 
 VERBS = {
@@ -113,9 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             show("spmdrl: interrupted", stream=sys.stderr)
         return INTERRUPTED
     except Stopped as stopped:
+        text = str(stopped) or f"{stop_words(stopped.reason)} before it began; the same command starts again"
         if launch.rank == 0 or (str(stopped) and not stopped.is_agreed):
-            text = str(stopped) or f"{stop_words(stopped.reason)} before it began; the same command starts again"
             show(f"spmdrl: {text}", stream=sys.stderr)
+        if str(stopped) or stopped.is_agreed:
+            # Else it may be the launcher that asked, as another rank had died before they met.
+            write_error_file(f"spmdrl: {text}", stopped.code)
         return stopped.code
 
 
@@ -204,6 +208,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         except Exception as failure:
             if wants_traceback():
                 raise
+            name_dead_rank(failure, launch)
             # From here on the launcher's signals end this rank at once.
             handled.close()
             return end_with(failure, loaded.value.run.folder, launch)
@@ -288,6 +293,7 @@ def _standard_input() -> str:
 def _refuse(error: ValueError, rank: int) -> int:
     name = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
     show(f"{name}: {error}", stream=sys.stderr)
+    write_error_file(f"{name}: {error}", 2)
     return 2
 
 

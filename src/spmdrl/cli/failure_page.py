@@ -13,7 +13,7 @@ from pathlib import Path
 import spmdrl
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show
-from spmdrl.runtime.supervision.ending import PeerFailed, cause_of, is_consequence, reason_of_stop
+from spmdrl.runtime.supervision.ending import FirstFailure, PeerFailed, cause_of, is_consequence, reason_of_stop
 from spmdrl.runtime.supervision.fence import FOLDER_TAKEN, loss_of_folder
 from spmdrl.runtime.supervision.hang_report import stacks_file
 from spmdrl.runtime.supervision.launcher import write_error_file
@@ -38,6 +38,7 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
     if lost := loss_of_folder(failure.first.cause if isinstance(failure, PeerFailed) else cause_of(failure)):
         if launch.local_rank == 0:
             show(f"spmdrl: {lost}", stream=sys.stderr)
+        write_error_file(f"spmdrl: {lost}", FOLDER_TAKEN)
         return FOLDER_TAKEN
     if isinstance(failure, PeerFailed) and (reason := reason_of_stop(failure.first.cause)) is not None:
         return code_of_stop(reason)
@@ -45,21 +46,31 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
         # The launcher that ends this rank has said so already.
         request.end_by_signal()
     written = write_traceback(failure, folder, launch.rank)
-    if isinstance(failure, PeerFailed) and failure.first.is_death:
-        # It has no line of its own, and its launcher doesn't name it either where it ended with 0.
-        time.sleep(OTHER_RANKS_WAIT_SECONDS)
-        if launch.local_rank == (1 if failure.first.rank == launch.rank - launch.local_rank else 0):
-            line = f"spmdrl: rank {failure.first.rank}: {failure.first.cause}"
-            show(line, stream=sys.stderr)
-            write_error_file(line)
-    elif isinstance(failure, PeerFailed):
+    if isinstance(failure, PeerFailed) and not failure.first.is_death:
         # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own.
         has_launcher = "TORCHELASTIC_RUN_ID" in os.environ or launch.source == "msrun"
         time.sleep(_LAUNCHER_SECONDS if has_launcher else OTHER_RANKS_WAIT_SECONDS)
-        show(f"spmdrl: rank {launch.rank} ended with the others: {failure}", stream=sys.stderr)
+        _show_first(failure.first, launch)
+    elif isinstance(failure, PeerFailed):
+        # Until all ranks of its node have found the dead one themselves.
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
     else:
         show_cause(failure, f"spmdrl: rank {launch.rank}" if launch.world_size > 1 else "spmdrl", written)
     return 1
+
+
+def name_dead_rank(failure: Exception, launch: LaunchEnvironment) -> None:
+    """Show the cause in the name of a rank that can't, if `failure` is that it died."""
+    if isinstance(failure, PeerFailed) and failure.first.is_death:
+        _show_first(failure.first, launch)
+
+
+def _show_first(first: FirstFailure, launch: LaunchEnvironment) -> None:
+    """Show another rank's failure, once per node."""
+    line = f"spmdrl: rank {first.rank}: {first.cause}"
+    write_error_file(line, 1)
+    if launch.local_rank == (1 if first.rank == launch.rank - launch.local_rank else 0):
+        show(line, stream=sys.stderr)
 
 
 def show_cause(failure: BaseException, name: str, written: Path | None) -> None:
@@ -71,7 +82,7 @@ def show_cause(failure: BaseException, name: str, written: Path | None) -> None:
     show(f"{line}; the traceback is in {written}" if written is not None else line, stream=sys.stderr)
     if written is None:
         show("".join(traceback.format_exception(failure)), stream=sys.stderr, end="")
-    write_error_file(line)
+    write_error_file(line, 1)
 
 
 def write_traceback(failure: BaseException, folder: Path, rank: int) -> Path | None:

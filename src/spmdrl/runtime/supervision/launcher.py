@@ -72,12 +72,13 @@ def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
             folder = folder.parent
 
 
-def write_error_file(line: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Write a failure's line where torchrun looks for it, so that its page ends with it too."""
+def write_error_file(line: str, code: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Write a rank's last line and exit code where torchrun, whose page ends with the line, and scripts find them."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    message = {"message": line, "errorCode": code, "extraInfo": extra}
     # The line is on the screen already.
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
