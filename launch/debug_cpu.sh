@@ -28,4 +28,4 @@ fi
 if [ "$ranks" -eq 1 ]; then
     exec "$python" -m spmdrl "$1" resources.device=cpu "${@:2}"
 fi
-exec "$python" -m spmdrl.torchrun --standalone --nproc-per-node "$ranks" -m spmdrl "$1" resources.device=cpu "${@:2}"
+PYTHON=$python RANKS_PER_NODE=$ranks exec bash "$(dirname "${BASH_SOURCE[0]}")/torchrun.sh" "$1" resources.device=cpu "${@:2}"

@@ -16,7 +16,7 @@ for name in one_step tis uncorrected one_step_again tis_again; do
         *) settings="" ;;
     esac
     # shellcheck disable=SC2086  # settings are words
-    .venv/bin/python -m spmdrl.torchrun --standalone --nproc-per-node "${RANKS:-1}" -m spmdrl train configs/debug/partial_rollout.yaml \
+    PYTHON=.venv/bin/python RANKS_PER_NODE=${RANKS:-1} bash launch/torchrun.sh train configs/debug/partial_rollout.yaml \
         "run.dir=$folder/$name" $settings "$@" > "$folder.$name.log" 2>&1 || { tail -n 20 "$folder.$name.log"; exit 1; }
     .venv/bin/python - "$folder/$name" <<'PYTHON'
 import json, sys

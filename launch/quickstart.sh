@@ -9,5 +9,5 @@ source launch/environment.sh
 prepare_environment ""
 share_cores "${RANKS:-2}"
 run=$(run_folder quickstart "$@")
-exec .venv/bin/python -m spmdrl.torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train configs/debug/quickstart.yaml \
+PYTHON=.venv/bin/python RANKS_PER_NODE=${RANKS:-2} exec bash launch/torchrun.sh train configs/debug/quickstart.yaml \
     "$@" "run.dir=$run"

@@ -63,6 +63,6 @@ print("bfloat16" if seconds(torch.bfloat16) < 0.7 * seconds(torch.float32) else 
 PYTHON
 )
 say "training $model in $dtype, whose products are the faster ones here: a quarter of an hour or more on two cores; each line shows what is left"
-"$venv/bin/python" -m spmdrl.torchrun --standalone --nproc-per-node "${RANKS:-2}" -m spmdrl train "$config" \
+PYTHON=$venv/bin/python RANKS_PER_NODE=${RANKS:-2} bash launch/torchrun.sh train "$config" \
     "model.path=$model" "model.dtype=$dtype" "$@" "run.dir=$run"
 "$venv/bin/python" launch/before_and_after.py "$run"

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT, environment, summary_of, tiny_config
+from tests.support.jobs import ROOT, environment, summary_of, tiny_config, torchrun_script
 
 NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "2"))
 ENDLESS = ["train.max_steps=100000", "checkpoint.interval=50"]
-OURS, PLAIN = "spmdrl.torchrun", "torch.distributed.run"
+SCRIPT, PLAIN = "launch/torchrun.sh", "torch.distributed.run"
 
 # Ctrl-C while a finalizer runs: Python prints that it ignores the exception, and goes on.
 SWALLOWS = """
@@ -78,8 +78,15 @@ class Job:
     def has_stepped(self) -> bool:
         return "step 1/" in self.screen.read_text()
 
+    def launcher(self) -> int:
+        """The process of torchrun, which may be a child of its script's."""
+        if "bash" not in self.process.args:
+            return self.process.pid
+        of_script = [(child, read(f"/proc/{child}/cmdline")) for child in children(self.process.pid)]
+        return next((child for child, command in of_script if PLAIN.encode() in command), 0)
+
     def ranks(self) -> list[int]:
-        return children(self.process.pid)
+        return children(self.launcher())
 
     def processes(self) -> list[int]:
         """All processes that the job started, theirs too, wherever they have gone."""
@@ -111,15 +118,18 @@ def heed_interrupts() -> None:
 
 
 @contextmanager
-def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: str | None = OURS) -> Iterator[Job]:
+def started(tmp_path: Path, program: Sequence[str], *arguments: str, launcher: str | None = SCRIPT) -> Iterator[Job]:
     """A job of two ranks under a launcher, or of one process without one."""
-    launch = ["-m", launcher, "--standalone", "--nproc-per-node=2"] if launcher else []
+    python = [sys.executable, "-m", PLAIN, "--standalone", "--nproc-per-node=2"] if launcher else [sys.executable]
+    launch = [*python, *program]
+    if launcher == SCRIPT:
+        launch = torchrun_script(tmp_path, *program)
     folder = tmp_path / f"tmp{time.monotonic_ns()}"
     folder.mkdir()
     job_mark = f"SPMDRL_TEST_JOB={folder}"
     name, _, value = job_mark.partition("=")
-    own = environment(TMPDIR=str(folder), **{name: value})
-    command = [sys.executable, *launch, *program, "train", *arguments, f"run.dir={tmp_path / 'run'}"]
+    own = environment(TMPDIR=str(folder), PYTHON=sys.executable, RANKS_PER_NODE="2", **{name: value})
+    command = [*launch, "train", *arguments, f"run.dir={tmp_path / 'run'}"]
     screen, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
     with open(screen, "w") as out, open(errors, "w") as err:
         process = subprocess.Popen(
@@ -140,35 +150,33 @@ MODULE = ["-m", "spmdrl"]
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [OURS, PLAIN])
+@pytest.mark.parametrize("launcher", [SCRIPT, PLAIN])
 def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
     with started(tmp_path, [str(script)], str(tiny_config(tmp_path)), launcher=launcher) as job:
         assert job.process.wait(90) == 1
-    shown = job.shown()
-    cause = r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/dataflow/samples/samples\.py:\d+\); the traceback is"
-    assert re.match(cause, shown[0])
+    shown = [line for line in job.shown() if "*" not in line and "OMP_NUM_THREADS" not in line]
+    cause = r"spmdrl: rank 1: RuntimeError: the cause \(at spmdrl/dataflow/samples/samples\.py:\d+\)"
+    assert re.match(f"{cause}; the traceback is", shown[0])
     assert sum("closed by peer" in line for line in shown) == 0
-    if launcher == OURS:
-        assert len(shown) == 1
-    else:
-        # torchrun's own page follows; its last entry is the same cause.
-        assert "spmdrl: rank 1: RuntimeError: the cause" in shown[-2]
+    # torchrun's own page follows; its last entry is the same cause, and so is the script's last line.
+    assert re.search(f"traceback : {cause}", shown[-3 if launcher == SCRIPT else -2]), shown
+    assert re.fullmatch(cause, shown[-1]) or launcher == PLAIN
     assert "the cause" in (tmp_path / "run" / "failures" / "rank_00001.txt").read_text()
     assert summary_of(tmp_path / "run")["error"] == "rank 1: RuntimeError: the cause"
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [None, OURS])
+@pytest.mark.parametrize("launcher", [None, SCRIPT])
 def test_ctrl_c_is_one_line_that_says_where_the_run_goes_on(tmp_path, launcher):
     with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS, launcher=launcher) as job:
         job.wait_for(job.has_stepped)
         os.kill(job.process.pid, signal.SIGINT)
         assert job.process.wait(30) == 130
-    assert len(job.shown()) == 1, job.shown()
-    [line] = job.shown()
+    line = job.shown()[-1]
+    assert sum(shown == line for shown in job.shown()) == (2 if launcher else 1), job.shown()
     # Saved, whatever checkpoint.interval is.
     assert re.match(r"spmdrl: interrupted in step \d+ of 100000; the same command goes on from .*/step_\d+", line), line
     assert summary_of(tmp_path / "run")["verdict"] == "interrupted"
@@ -203,14 +211,16 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_named_in_one_line(victim, tmp_path):
     with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS) as job:
         job.wait_for(job.has_stepped)
-        os.kill(job.ranks()[1], signal.SIGKILL)
-        assert job.process.wait(30) == 137
-    assert len(job.shown()) == 1, job.shown()
-    [line] = job.shown()
-    assert re.match(r"spmdrl: rank 1 \(process \d+\) was ended by SIGKILL", line), line
+        rank = job.ranks()[victim]
+        os.kill(rank, signal.SIGKILL)
+        assert job.process.wait(30) == 1
+    line = f"spmdrl: rank {victim}: process {rank} ended without a word, as one that is killed does"
+    assert job.shown()[-1] == line and {shown for shown in job.shown() if shown.startswith("spmdrl:")} == {line}
+    assert summary_of(tmp_path / "run")["error"] == line.removeprefix("spmdrl: ")
 
 
 @pytest.mark.ranks
@@ -220,10 +230,13 @@ def test_a_stopped_rank_is_killed_once_it_has_been_named(tmp_path):
     with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS, limit) as job:
         job.wait_for(job.has_stepped)
         os.kill(job.ranks()[1], signal.SIGSTOP)
-        job.wait_for(job.shown)
+        job.wait_for(lambda: any(line.startswith("spmdrl:") for line in job.shown()))
+        named = time.monotonic()
+        job.wait_for(lambda: not job.launcher())
         # torchrun's own SIGTERM would wait for half a minute.
+        assert time.monotonic() - named < 10
         assert job.process.wait(10) == 124
-    [line] = job.shown()
+    line = job.shown()[-1]
     assert line.startswith("spmdrl: rank 1 hangs: no answer for"), line
 
 
@@ -237,7 +250,8 @@ def test_a_second_signal_ends_a_job_with_a_stopped_rank_at_once(tmp_path):
         time.sleep(1.5)
         job.process.send_signal(signal.SIGTERM)
         assert job.process.wait(10) == 143
-    assert job.shown() == ["spmdrl: asked to stop for the second time; the ranks are killed"]
+        assert_nothing_is_left(job)
+    assert "[torchrun] asked to stop for the second time; the ranks are killed" in job.shown()
 
 
 # A reward function with a child of its own, which outlives the call where nobody ends it.
@@ -262,7 +276,7 @@ def test_nothing_is_left_after_kills_at_random_moments(tmp_path):
 
 def kill_at_random(number: int, tmp_path: Path, config: Path) -> None:
     draw = random.Random(number)
-    launcher = draw.choice([OURS, PLAIN])
+    launcher = draw.choice([SCRIPT, PLAIN])
     with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=launcher) as job:
         # At any moment: of the start, with ranks or none, or of the steps.
         if draw.random() < 0.3:
@@ -278,14 +292,14 @@ def kill_at_random(number: int, tmp_path: Path, config: Path) -> None:
         if kind.startswith("reward"):
             # The run may go on with another worker.
             time.sleep(0.5)
-            os.kill(job.process.pid, signal.SIGKILL)
+            os.kill(job.launcher() or job.process.pid, signal.SIGKILL)
         job.process.wait(60)
         assert_nothing_is_left(job)
         print(f"  gone after {time.monotonic() - signalled:.1f} s", flush=True)
 
 
 def victims(job: Job) -> list[tuple[str, int]]:
-    found = [("the launcher", job.process.pid)]
+    found = [("the launcher", job.launcher() or job.process.pid)]
     for rank in job.ranks():
         found.append(("a rank", rank))
         for worker in children(rank):
@@ -301,6 +315,6 @@ def assert_nothing_is_left(job: Job) -> None:
         assert time.monotonic() < deadline, commands
         time.sleep(0.05)
     # PyTorch keeps compiled kernels from job to job; torchrun leaves a folder where it ends before its ranks begin.
-    kept = ("torchinductor_",) if OURS in job.process.args else ("torchinductor_", "torchelastic_")
+    kept = ("torchinductor_",) if "bash" in job.process.args else ("torchinductor_", "torchelastic_")
     left = [path.name for path in job.tmp.iterdir() if not path.name.startswith(kept)]
     assert left == [], left

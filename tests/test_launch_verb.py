@@ -14,7 +14,7 @@ import pytest
 from spmdrl.cli.command_line import main
 from spmdrl.config.reader import ConfigError
 from spmdrl.verbs.launching.job_script import SYSTEMS, Job, job_script
-from tests.support.jobs import ROOT, environment, tiny_config
+from tests.support.jobs import ROOT, environment, tiny_config, torchrun_script
 
 SCRIPTS = ROOT / "src/spmdrl/verbs/launching"
 STANDINS = {
@@ -94,8 +94,8 @@ def test_the_filled_in_script_starts_what_the_plain_one_starts(tmp_path, filled)
     assert done.returncode == 0, done.stderr
     started = calls[calls.index(sys.executable) :].splitlines()[0]
     assert started == (
-        f"{sys.executable} -m spmdrl.torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint n7:20017 "
-        "--rdzv-id 30017.0 --nproc-per-node 4 -m spmdrl train run.yaml run.name=a b"
+        f"{sys.executable} --nnodes 2 --rdzv-endpoint n7:20017 --rdzv-id 30017.0 --nproc-per-node 4 "
+        "-m spmdrl train run.yaml run.name=a b"
     )
 
 
@@ -226,3 +226,9 @@ def test_what_msrun_could_not_start_is_refused(variables, message):
         env=environment(**variables), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_head_that_is_nowhere_is_refused():
+    own = environment(NODES="2", HEAD="no.such.host.invalid", PYTHON=sys.executable)
+    done = subprocess.run([*torchrun_script(ROOT), "train", "x"], env=own, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no way to HEAD, which is no.such.host.invalid" in done.stderr

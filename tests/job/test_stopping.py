@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.support.jobs import (
     run_job,
     summary_of,
     tiny_config,
+    torchrun_script,
     untimed,
     weights_digest,
 )
@@ -36,6 +38,7 @@ from spmdrl.resources.world import open_world
 from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.supervision.stop_request import STOPPED, Stopped, request
 from spmdrl.runtime.supervision.watch import Watch, WatchConfig
+from spmdrl.runtime.workers.descent import ProcessTree
 
 # Signals its rank once, while it scores the prompts of a certain call or those that are held out.
 REWARD = """
@@ -228,23 +231,30 @@ def test_slurms_end_stops_what_saves_and_nothing_else(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.cpu_only("torchrun starts ranks of its own")
-def test_own_torchrun_passes_requests_on_and_restarts_nothing(tmp_path):
+@pytest.mark.parametrize("asked", ["script", "rank"])
+def test_the_script_passes_requests_on_and_ends_with_the_code_of_the_ranks(asked, tmp_path):
     folder, config = tmp_path / "run", tiny_config(tmp_path)
-    command = [sys.executable, "-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m"]
-    command += ["spmdrl", "sft", str(config), f"run.dir={folder}", "sft.max_steps=100000"]
-    job = subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    command = [*torchrun_script(tmp_path), "sft", str(config), f"run.dir={folder}", "sft.max_steps=100000"]
+    own = environment(PYTHON=sys.executable, RANKS_PER_NODE="2")
+    job = subprocess.Popen(command, env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or not metrics.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        job.send_signal(signal.SIGUSR1)
+        ranks = [one.pid for one in ProcessTree(job.pid).members() if is_rank(one.pid)]
+        os.kill(job.pid if asked == "script" else ranks[1], signal.SIGUSR1)
         _, errors = job.communicate(timeout=60)
     finally:
-        job.kill()
+        job.terminate()
     assert job.returncode == STOPPED, errors
-    assert errors.count("spmdrl: stopped by SIGUSR1") == 1
+    assert errors.splitlines()[-1].startswith("spmdrl: stopped by SIG"), errors
     assert len(list((folder / "checkpoints").iterdir())) == 1
+
+
+def is_rank(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"spmdrl" in command and b"torch.distributed.run" not in command
 
 
 TWICE = """
@@ -419,14 +429,15 @@ def test_a_launchers_signal_after_a_death_in_the_start_up_is_no_request(tmp_path
 @pytest.mark.cpu_only("torchrun starts ranks of its own")
 @pytest.mark.parametrize("kind", ["sigkill", "exit"])
 def test_a_rank_that_dies_in_the_start_up_is_restarted_and_named(kind, tmp_path):
-    for restarts, code in ((1, 0), (0, 137 if kind == "sigkill" else 1)):
-        command = [sys.executable, "-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node=2", "-m", MODULE, "sft"]
-        command[4:4] = [f"--max-restarts={restarts}"]
-        command += [str(tiny_config(tmp_path)), f"run.dir={tmp_path / str(restarts)}", "sft.max_steps=1"]
-        fault = environment(SPMDRL_FAULT=f"load:1:0:{kind}")
-        job = subprocess.run(command, env=fault, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    for restarts, code in ((1, 0), (0, 1)):
+        program = [f"--max-restarts={restarts}", "-m", MODULE]
+        words = ["sft", str(tiny_config(tmp_path)), f"run.dir={tmp_path / str(restarts)}", "sft.max_steps=1"]
+        own = environment(SPMDRL_FAULT=f"load:1:0:{kind}", PYTHON=sys.executable, RANKS_PER_NODE="2")
+        command = [*torchrun_script(tmp_path, *program), *words]
+        job = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert job.returncode == code, job.stderr
         assert "stopped by" not in job.stderr
+    assert re.match(r"spmdrl: rank 1: process \d+ ended without a word", job.stderr.splitlines()[-1]), job.stderr
 
 
 FORKED = """

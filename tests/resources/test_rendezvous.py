@@ -22,14 +22,12 @@ from torch.distributed import TCPStore
 
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.device import Device
-from spmdrl.resources.startup.one_node import OneNodeRendezvous
 from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.resources.world import World, connect, open_world
 from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
 from spmdrl.runtime.network.secret import VARIABLE
 from spmdrl.runtime.network.sockets import listening_sockets
-from spmdrl.runtime.supervision.launcher import KEPT_PORT
 
 SECONDS = timedelta(seconds=10)
 
@@ -118,15 +116,8 @@ def test_without_a_launchers_store_the_gate_listens_at_the_masters_port(launcher
         meet_at_store(launch_of(0, launcher.port), SECONDS, Network())
 
 
-def test_one_node_meets_at_a_port_that_is_kept_whatever_its_host_is_called(monkeypatch, launcher):
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    monkeypatch.setenv(KEPT_PORT, "")
-    kept = OneNodeRendezvous("a job")
-    port = kept.next_rendezvous().bootstrap_store_info.master_port
-    # Until rank 0 listens at it, no other process gets it.
-    with pytest.raises(OSError, match="in use"):
-        socket.create_server((HOST, port)).close()
-    ranks = [replace(launch_of(rank, port), master_addr="192.0.2.1") for rank in range(2)]
+def test_one_node_meets_whatever_its_host_is_called(launcher):
+    ranks = [replace(launch_of(rank, launcher.port), master_addr="192.0.2.1") for rank in range(2)]
     with ExitStack() as stack:
         for launch in ranks:
             met = meet_at_store(launch, SECONDS, Network())

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,16 @@ REWARD = """
 def share_of_digits(completions, **columns):
     return [sum(letter.isdigit() for letter in text) / 8 for text in completions]
 """
+
+
+def torchrun_script(folder: Path, *program: str) -> list[str]:
+    """The command of launch/torchrun.sh; `program`, written to `folder`, runs another one than the command line."""
+    script = ROOT / "launch/torchrun.sh"
+    if program:
+        text = script.read_text().replace("-m spmdrl ", f"{shlex.join(program)} ")
+        script = folder / "torchrun.sh"
+        script.write_text(text)
+    return ["bash", str(script)]
 
 
 def tiny_config(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from tests.support.jobs import ROOT, environment, tiny_config
 PACKAGE = "spmdrl"
 # What people start: everything else must be reached from here.
 ENTRIES = (
-    "__main__", "job_end", "torchrun", "cli.command_line", "runtime.workers.guard", "runtime.workers.worker",
+    "__main__", "job_end", "cli.command_line", "runtime.workers.guard", "runtime.workers.worker",
     *(f"verbs.doctor.{name}" for name in ("device_facts", "stage_process", "device_verbs", "precision", "whole_jobs")),
 )  # fmt: skip
 

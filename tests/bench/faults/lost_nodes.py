@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmdrl.runtime.workers.descent import ProcessTree
 from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.planned_faults import MODULE, VARIABLE
 from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
+from tests.support.jobs import torchrun_script
 
 _NUM_NODES = 4
 _LINK_BYTES_PER_SECOND = 1e8
@@ -128,25 +130,27 @@ def _run_to_end(nodes: Sequence[Node], jobs: FaultJobs, name: str) -> str:
 @contextlib.contextmanager
 def _launched(nodes: Sequence[Node], jobs: FaultJobs, name: str, *, fault: str = "") -> Iterator[_Launched]:
     """Start a launcher with a rank on each node, and end what is left of them on the way out."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}", f"--rdzv-id={name}"]
-    launcher = [sys.executable, "-m", "spmdrl.torchrun", f"--nnodes={len(nodes)}", "--nproc-per-node=1", *meeting]
+    launcher = torchrun_script(jobs.root, "-m", MODULE)
+    meeting = {"HEAD": nodes[0].address, "NODES": str(len(nodes)), "RUN_ID": name}
     kind = "cut" if fault else "whole"
     screens = [jobs.root / f"{name}.{kind}.{number}.screen" for number in range(len(nodes))]
-    environment = {**os.environ, VARIABLE: fault, "OMP_NUM_THREADS": "1"}
+    own = {VARIABLE: fault, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "PYTHON": sys.executable}
+    environment = {**os.environ, **own, **meeting}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for node, screen in zip(nodes, screens, strict=True):
             with open(screen, "wb") as out:
                 processes.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", node.name, *launcher, "-m", MODULE, *jobs.command(name)],  # noqa: S607
+                        ["ip", "netns", "exec", node.name, *launcher, *jobs.command(name)],  # noqa: S607
                         env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                     )
                 )  # fmt: skip
         yield _Launched(processes, screens)
     finally:
         for process in processes:
-            # Its ranks end with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # Ranks end with torchrun, and the script after it.
+            for one in ProcessTree(process.pid).members():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
             process.wait()

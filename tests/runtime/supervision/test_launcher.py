@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import environment
 
-from spmdrl.runtime.supervision.launcher import announce, launcher_of
+from spmdrl.runtime.supervision.launcher import launcher_of
 
 NAP = """
 import os, time
@@ -74,8 +74,7 @@ def test_ranks_end_with_torchrun_even_behind_a_script(tmp_path, behind_script):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_whose_launcher_ended_before_it_began_ends_at_once(tmp_path):
     (tmp_path / "nap.py").write_text(NAP)
-    own = environment(NAPPING=str(tmp_path / "pid"), TORCHELASTIC_RUN_ID="a", TORCHELASTIC_USE_AGENT_STORE="False")
-    announce(own)
+    own = environment(NAPPING=str(tmp_path / "pid"), TORCHELASTIC_RUN_ID="a", TORCHELASTIC_USE_AGENT_STORE="True")
     # Nobody above it but init: the shell ends first, and this test's process isn't a parent of what it leaves.
     late = f"(sleep 0.5; {sys.executable} {tmp_path / 'nap.py'}; echo $? > {tmp_path / 'code'}) &"
     subprocess.run(["sh", "-c", late], env=own, check=True)

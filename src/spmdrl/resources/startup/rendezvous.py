@@ -27,7 +27,6 @@ from spmdrl.runtime.network.link import NoSecret
 from spmdrl.runtime.network.network_interface import choose_interface
 from spmdrl.runtime.network.secret import VARIABLE, read_or_make_secret, secret_file
 from spmdrl.runtime.network.sockets import LOOPBACK, Door
-from spmdrl.runtime.supervision.launcher import KEPT_PORT
 
 _GATE_KEY = "spmdrl/gate"
 _PAUSE_SECONDS = 0.1
@@ -128,8 +127,7 @@ def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timed
         threading.Thread(target=_announce, args=(gate, address, board, launch), name="announce", daemon=True).start()
     else:
         try:
-            is_kept = os.environ.get(KEPT_PORT) == str(launch.master_port)
-            gate.listen(host, launch.master_port, is_kept=is_kept)
+            gate.listen(host, launch.master_port)
         except OSError as error:
             raise StartRefused(
                 f"rank 0 can't listen at {host}, MASTER_PORT {launch.master_port}: {error}; "
@@ -225,8 +223,10 @@ def _launcher_has_store() -> bool:
 
 
 def _launchers_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+    # On one node whatever the host is called.
+    host = LOOPBACK if launch.num_nodes == 1 else launch.master_addr
     with _explained(launch, timeout):
-        return dist.TCPStore(launch.master_addr, launch.master_port, is_master=False, timeout=timeout)
+        return dist.TCPStore(host, launch.master_port, is_master=False, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -74,15 +74,14 @@ class Gate:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate", daemon=True)
         self._thread.start()
 
-    def listen(self, host: str, port: int = 0, *, is_kept: bool = False) -> Address:
+    def listen(self, host: str, port: int = 0) -> Address:
         """Admit holders of the secret at an address of this host, from the first call on.
 
-        `is_kept`: the launcher holds the port for this rank. Raises OSError where the address can't be had.
+        Raises OSError where the address can't be had.
         """
         if self._address is None:
             limit = MOST_RECORD_BYTES
-            server = self._run(asyncio.start_server(self._on_connection, host, port, limit=limit, reuse_port=is_kept))
-            self._server = server
+            self._server = server = self._run(asyncio.start_server(self._on_connection, host, port, limit=limit))
             self._address = Address(host, _port_of(server))
         return self._address
 

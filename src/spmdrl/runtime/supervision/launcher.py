@@ -11,16 +11,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from spmdrl.runtime.supervision.agent import Duty, agent
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
-_VARIABLE = "SPMDRL_LAUNCHER"
-KEPT_PORT = "SPMDRL_KEPT_PORT"
-"""the variable with the port that a launcher keeps for rank 0"""
 _PROGRAMS = ("torchrun", "msrun")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
@@ -40,7 +37,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     launcher = launcher_of(os.getpid())
     if launcher is None:
         # Orphaned while it started, or in a container of its own, whose launcher it can't see.
-        if environ.get(_VARIABLE, "").endswith(namespace()) or not _store_answers(environ):
+        if not _store_answers(environ):
             _end()
         _watch_parent(parent)
         return
@@ -56,11 +53,6 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         agent.begin(Duty(_end, descriptor=descriptor))
     if launcher_of(os.getpid()) != launcher:
         _end()
-
-
-def announce(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Export where this launcher is visible to the ranks that it starts, so that orphans recognise themselves."""
-    environ[_VARIABLE] = f"in {namespace()}"
 
 
 def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:

@@ -155,7 +155,7 @@ def _run_stage(stage: Stage, check: Check) -> StageVerdict:
 def _command(stage: Stage, check: Check, out: Path) -> list[str]:
     launcher = [sys.executable]
     if check.num_ranks > 1 and not stage.starts_jobs:
-        launcher += ["-m", "spmdrl.torchrun", "--standalone", "--nproc-per-node", str(check.num_ranks)]
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(check.num_ranks)]
     words = ["--kind", check.device["kind"], "--scale", check.scale, "--ranks", str(check.num_ranks), "--out", str(out)]
     jobs = ["--starts-jobs"] if stage.starts_jobs else []
     return [*launcher, "-m", "spmdrl.verbs.doctor.stage_process", stage.function, *words, *jobs]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import ROOT, environment
 
-LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
-    "own": ["-m", "spmdrl.torchrun"],
+MEETINGS = {
+    "store": ["--standalone"],
+    "file": ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"],
 }
 # Kills a rank in its first life, in the middle of collectives, and writes what the second life adds up.
 PROGRAM = r"""
@@ -32,11 +32,12 @@ with open_world("cpu", 60.0, start_timeout_seconds=60.0) as world:
 """
 
 
-def run(launcher: str, folder: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def run(meeting: str, folder: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, *LAUNCHERS[launcher], f"--nproc-per-node={ranks}", "--max-restarts=1", str(program)]
-    env = environment(XDG_CACHE_HOME=str(folder))
+    launcher = [sys.executable, "-m", "torch.distributed.run", *MEETINGS[meeting], f"--nproc-per-node={ranks}"]
+    command = [*launcher, "--max-restarts=1", str(program)]
+    env = environment(XDG_CACHE_HOME=str(folder), TMPDIR=str(folder))
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=180, env=env, cwd=ROOT, check=False
     )
@@ -44,9 +45,9 @@ def run(launcher: str, folder: Path, *arguments: str, ranks: int = 2) -> subproc
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_job_that_torchrun_restarts_meets_again(launcher, tmp_path):
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_a_job_that_torchrun_restarts_meets_again(meeting, tmp_path):
     for number in range(int(os.environ.get("SPMDRL_RESTARTS", "1"))):
-        done = run(launcher, tmp_path, str(number % 2))
+        done = run(meeting, tmp_path, str(number % 2))
         assert done.returncode == 0, f"repetition {number}: {done.stderr[-3000:]}"
         assert sorted(re.findall(r"sum (\d) (\S+) (\d)", done.stdout)) == [("0", "40.0", "1"), ("1", "40.0", "1")]
