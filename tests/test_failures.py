@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,6 +166,30 @@ def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
     assert re.fullmatch(cause, shown[-1]) or launcher == PLAIN
     assert "the cause" in (tmp_path / "run" / "failures" / "rank_00001.txt").read_text()
     assert summary_of(tmp_path / "run")["error"] == "rank 1: RuntimeError: the cause"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_another_nodes_launcher_shows_the_same_cause_once(tmp_path):
+    script, config = tmp_path / "fails.py", str(tiny_config(tmp_path))
+    script.write_text(FAILS)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", PLAIN, *meeting, str(script), "train", config, f"run.dir={tmp_path / 'run'}"]
+    screens = [tmp_path / f"node{node}" for node in range(2)]
+    nodes = []
+    for screen in screens:
+        with screen.open("w") as out:
+            nodes.append(subprocess.Popen(command, stderr=out, cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME="lo")))
+    try:
+        assert [node.wait(120) for node in nodes] == [1, 1]
+    finally:
+        for node in nodes:
+            node.kill()
+    for screen in screens:
+        lines = [line for line in screen.read_text().splitlines() if line.startswith("spmdrl:")]
+        assert len(lines) == 1 and lines[0].startswith("spmdrl: rank 1: RuntimeError: the cause"), lines
 
 
 @pytest.mark.ranks

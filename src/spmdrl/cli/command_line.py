@@ -12,12 +12,7 @@ from functools import partial
 from typing import Any
 
 from spmdrl import __version__
-from spmdrl.cli.failure_page import (
-    OTHER_RANKS_WAIT_SECONDS,
-    end_with,
-    name_dead_rank,
-    wants_traceback,
-)
+from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
 from spmdrl.config.reader import ConfigError, start_up
@@ -208,10 +203,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         except Exception as failure:
             if wants_traceback():
                 raise
-            name_dead_rank(failure, launch)
-            # From here on the launcher's signals end this rank at once.
-            handled.close()
-            return end_with(failure, loaded.value.run.folder, launch)
+            return end_with(failure, loaded.value.run.folder, launch, handled.close)
 
 
 def _main_of(verb: str, prompts: Sequence[str], question: dict[str, Any]) -> Callable[[Any], int]:

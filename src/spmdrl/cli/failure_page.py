@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import spmdrl
@@ -31,8 +31,13 @@ def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("SPMDRL_TRACEBACK", "") not in ("", "0") or sys.gettrace() is not None or "pdb" in words
 
 
-def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int:
-    """Show why this rank ends, unless another one does that, and return the exit code."""
+def end_with(
+    failure: Exception, folder: Path, launch: LaunchEnvironment, let_signals_end: Callable[[], object] = lambda: None
+) -> int:
+    """Show why this rank ends, unless another one does that, and return the exit code.
+
+    After `let_signals_end`, the launcher's signals end this rank at once.
+    """
     if isinstance(failure, PeerFailed) and failure.first.is_interruption:
         return INTERRUPTED
     if lost := loss_of_folder(failure.first.cause if isinstance(failure, PeerFailed) else cause_of(failure)):
@@ -42,27 +47,27 @@ def end_with(failure: Exception, folder: Path, launch: LaunchEnvironment) -> int
         return FOLDER_TAKEN
     if isinstance(failure, PeerFailed) and (reason := reason_of_stop(failure.first.cause)) is not None:
         return code_of_stop(reason)
+    is_named = False
+    if isinstance(failure, PeerFailed):
+        # A rank that is gone can't show its end, and one of another node has another screen.
+        is_named = failure.first.is_death or launch.node_of(failure.first.rank) != launch.node_rank
+        if is_named:
+            _show_first(failure.first, launch)
+    let_signals_end()
     if isinstance(failure, PeerFailed) or is_consequence(failure):
         # The launcher that ends this rank has said so already.
         request.end_by_signal()
     written = write_traceback(failure, folder, launch.rank)
-    if isinstance(failure, PeerFailed) and not failure.first.is_death:
-        # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own.
+    if isinstance(failure, PeerFailed):
+        # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own; all ranks of
+        # its node find one that is gone themselves.
         has_launcher = "TORCHELASTIC_RUN_ID" in os.environ or launch.source == "msrun"
-        time.sleep(_LAUNCHER_SECONDS if has_launcher else OTHER_RANKS_WAIT_SECONDS)
-        _show_first(failure.first, launch)
-    elif isinstance(failure, PeerFailed):
-        # Until all ranks of its node have found the dead one themselves.
-        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+        time.sleep(_LAUNCHER_SECONDS if has_launcher and not is_named else OTHER_RANKS_WAIT_SECONDS)
+        if not is_named:
+            _show_first(failure.first, launch)
     else:
         show_cause(failure, f"spmdrl: rank {launch.rank}" if launch.world_size > 1 else "spmdrl", written)
     return 1
-
-
-def name_dead_rank(failure: Exception, launch: LaunchEnvironment) -> None:
-    """Show the cause in the name of a rank that can't, if `failure` is that it died."""
-    if isinstance(failure, PeerFailed) and failure.first.is_death:
-        _show_first(failure.first, launch)
 
 
 def _show_first(first: FirstFailure, launch: LaunchEnvironment) -> None:
