@@ -21,7 +21,6 @@ from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic_update import CriticUpdateStage
 from spmdrl.dataflow.stages.inference import (
-    AdapterLogprobsStage,
     CutValueStage,
     LikeliestTokensStage,
     OlderLogprobsStage,
@@ -285,9 +284,6 @@ def _score_stage(
 ) -> ScoreStage:
     critic, prompts = checked.config.critic, parts.teachers_prompts
     if state.role is REFERENCE and checked.role_of(state) is POLICY:
-        # Where they read other columns, as with replayed routing, one pass can't serve both.
-        if checked.needs[state] == checked.needs.get(WorkerState.OLD_LOGPROBS):
-            return AdapterLogprobsStage(trainer, present)
         return ScoreStage(state, trainer, _without_adapters(present, trainer))
     seen = prompts.in_place if prompts is not None and state.role is TEACHER else None
     if state is WorkerState.TEACHER_TOP:

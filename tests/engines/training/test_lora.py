@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +12,10 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
-from spmdrl.engines.training.microbatch import MicrobatchLimit
-from spmdrl.engines.training.packed_rows import AdapterLogprobs, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
@@ -251,84 +248,3 @@ def test_new_adapters_change_nothing_and_begin_alike_under_every_layout():
 def test_targets_that_the_model_does_not_have_are_refused(targets, words):
     with pytest.raises(ValueError, match=words):
         parameter_shapes(replace(SPARSE, lora=LoraConfig(targets=targets)))
-
-
-@dataclass(frozen=True)
-class BothWays:
-    """Log-probs found in one call and in two."""
-
-    found: AdapterLogprobs
-    expected: AdapterLogprobs
-    num_tokens: list[int]
-    """that the decoder had in each forward of the one call"""
-
-
-def in_one_call_and_in_two(world: World, cases: list[tuple[str, UpdateLayout]], max_tokens: int) -> list[BothWays]:
-    return [scored_both_ways(engine_of(world, *case), max_tokens) for case in cases]
-
-
-def scored_both_ways(engine: TrainingEngine, max_tokens: int) -> BothWays:
-    engine.fitted.limit = MicrobatchLimit(max_tokens)
-    # The second data rank, where there is one, has other rows and fewer, or none.
-    fewer = [8, 9, 10] if engine.mesh.layout.shard > 1 else []
-    rows = group_rows().select(range(12) if engine.mesh.data.rank == 0 else fewer)
-    num_tokens: list[int] = []
-    hook = engine.model.decoders[0].register_forward_pre_hook(lambda _, inputs: num_tokens.append(len(inputs[0])))
-    found = engine.score_with_and_without_adapters(rows)
-    hook.remove()
-    with engine.without_adapters():
-        without_R = engine.score(rows).logprobs_R
-    return BothWays(found, AdapterLogprobs(engine.score(rows).logprobs_R, without_R), num_tokens)
-
-
-def group_rows() -> TokenRows:
-    """Three prompts of 5 tokens with four responses each, of 4 to 8 tokens; two of a group are the same."""
-    generator, tokens = torch.Generator().manual_seed(3), []
-    for number in range(3):
-        prompt = torch.randint(11, (5,), generator=generator)
-        responses = [torch.randint(11, (4 + number + place,), generator=generator) for place in range(3)]
-        tokens += [torch.cat((prompt, response)) for response in (*responses, responses[0])]
-    return TokenRows(torch.cat(tokens), offsets_of([len(row) for row in tokens]), torch.full((12,), 5))
-
-
-def assert_alike(both: BothWays) -> None:
-    found, expected = both.found, both.expected
-    torch.testing.assert_close(found.with_R, expected.with_R, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.without_R, expected.without_R, rtol=1e-6, atol=1e-6)
-    assert not len(found.with_R) or (found.with_R - found.without_R).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("max_tokens", [24, 100, 258])
-@pytest.mark.parametrize("model", MODELS)
-def test_one_pass_over_each_row_twice_finds_what_two_passes_do(world, model, max_tokens):
-    (both,) = in_one_call_and_in_two(world, [(model, UpdateLayout())], max_tokens)
-    assert_alike(both)
-    assert max(both.num_tokens) <= max_tokens
-    # All rows have 129 tokens, those of shared prompts included.
-    assert (len(both.num_tokens) == 1) == (max_tokens == 258)
-
-
-@pytest.mark.ranks
-def test_ranks_with_other_rows_find_the_same_in_one_pass_and_others_make_two():
-    one = [("dense", UpdateLayout(shard=2)), ("latent", UpdateLayout(data=2, shard=1))]
-    one.append(("sparse", UpdateLayout(shard=2, expert=2)))
-    two = [("dense", UpdateLayout(shard=1, **{axis: 2})) for axis in ("pipeline", "tensor", "context")]
-    for answers in run_ranks(2, in_one_call_and_in_two, [*one, *two], 1000, timeout=240):
-        for both in answers:
-            assert_alike(both)
-        assert [len(both.num_tokens) for both in answers] == [1, 1, 1, 2, 2, 2]
-
-
-def to_the_bit(world: World) -> None:
-    compute_batch_invariantly()
-    layout = UpdateLayout(shard=world.size)
-    for max_tokens in (100, 1000):
-        for both in in_one_call_and_in_two(world, [("dense", layout), ("latent", layout)], max_tokens):
-            assert torch.equal(both.found.with_R, both.expected.with_R)
-            assert torch.equal(both.found.without_R, both.expected.without_R)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_pass_finds_the_bits_of_two_where_products_round_a_row_alike(num_ranks):
-    run_ranks(num_ranks, to_the_bit)

@@ -108,13 +108,6 @@ class StepRows:
         self._claim(state, {rank: rows[np.isin(rows, ready)] for rank, rows in generated.items()})
         return self.share(state).tolist()
 
-    def claim_alike(self, state: WorkerState, other: WorkerState) -> None:
-        """Claim for `state` the rows that each rank claimed last for `other`.
-
-        Raises ValueError if one isn't ready.
-        """
-        self._claim(state, self.shares[other])
-
     def _claim(self, state: WorkerState, shares: Shares) -> None:
         self.lives.claim(state, np.concatenate([*shares.values(), _NO_ROWS]))
         self.shares[state] = shares

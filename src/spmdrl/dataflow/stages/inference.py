@@ -75,29 +75,6 @@ class ScoreStage:
         return self.engine.values(rows)
 
 
-class AdapterLogprobsStage(ScoreStage):
-    """Scores responses without the policy's adapters and with them, for the states `reference` and `old_logprobs`.
-
-    The second then finds no rows left. Both must read the same columns.
-    """
-
-    def __init__(self, engine: TrainingEngine, presence: Presence = nullcontext):
-        super().__init__(WorkerState.REFERENCE, engine, presence)
-
-    def _score_portion(self, samples: Samples, rows: Integers) -> None:
-        batch = samples.take(self.state, among=rows)
-        samples.rows.claim_alike(WorkerState.OLD_LOGPROBS, self.state)
-        found = self.engine.score_with_and_without_adapters(token_rows(batch, self.engine.config))
-        rated = {WorkerState.OLD_LOGPROBS: found.with_R, self.state: found.without_R}
-        for state, logprobs_R in rated.items():
-            faultpoint("logprob", logprobs_R)
-            scored = Batch(batch.rows)
-            scored.put_ragged(column_of(state), ModelTokens.of(batch).spread(logprobs_R), batch.offsets("response_ids"))
-            samples.put(state, scored)
-        for state in rated:
-            samples.commit(state)
-
-
 class OlderLogprobsStage(ScoreStage):
     """Scores only rows with tokens of earlier weights; of all others, the rollout's log-probs are those of the engine.
 

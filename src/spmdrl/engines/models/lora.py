@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from torch import Tensor, nn
 
@@ -19,19 +18,16 @@ from spmdrl.nouns.settings.model_config import PROJECTIONS, LoraConfig
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _ADAPTERS = (".lora_A.weight", ".lora_B.weight")
 
-AdaptedTokens = Literal["all", "first half", "none"]
-"""The packed tokens that adapters are added to."""
-
 
 class AdaptedLinear(Linear):
-    """A projection and its adapter, whose output is added to that of the tokens that `adapted` names."""
+    """A projection and its adapter, whose outputs are added unless `is_adapted` is false."""
 
     def __init__(self, linear: Linear, lora: LoraConfig):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.lora_A = Linear(linear.in_features, lora.rank, bias=False)
         self.lora_B = Linear(lora.rank, linear.out_features, bias=False)
         self.scale = lora.scale
-        self.adapted: AdaptedTokens = "all"
+        self.is_adapted = True
         self.num_bias_shares = 1
         """Ranks that add up their outputs, each with its share of the bias."""
 
@@ -40,14 +36,8 @@ class AdaptedLinear(Linear):
         return self.with_adapter(ops.linear(values, self.weight, bias), values)
 
     def with_adapter(self, output: Tensor, values: Tensor) -> Tensor:
-        """The projection's own output [T, outputs] with the adapter's; where half gets it, added in place."""
-        if self.adapted == "none":
-            return output
-        if self.adapted == "all":
-            return output + self.scale * self.lora_B(self.lora_A(values))
-        half = len(values) // 2
-        output[:half] += self.scale * self.lora_B(self.lora_A(values[:half]))
-        return output
+        """The projection's own output [T, outputs] with the adapter's."""
+        return output + self.scale * self.lora_B(self.lora_A(values)) if self.is_adapted else output
 
 
 def add_adapters(decoder: nn.Module, lora: LoraConfig) -> None:
@@ -84,13 +74,13 @@ def adapted_linears(decoder: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 
 @contextmanager
-def adapting(decoders: Iterable[nn.Module], tokens: AdaptedTokens) -> Iterator[None]:
-    """Inside this block adapters are added to these tokens alone, of half of them without a gradient only."""
+def unadapted(decoders: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave the adapters out inside this block."""
     linears = [linear for decoder in decoders for _, linear in adapted_linears(decoder)]
     for linear in linears:
-        linear.adapted = tokens
+        linear.is_adapted = False
     try:
         yield
     finally:
         for linear in linears:
-            linear.adapted = "all"
+            linear.is_adapted = True

@@ -249,15 +249,6 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class AdapterLogprobs:
-    """Log-probabilities of the response tokens, by a model with adapters and by its own weights alone."""
-
-    with_R: Tensor
-    """As in `Scores`."""
-    without_R: Tensor
-
-
-@dataclass(frozen=True)
 class LossTerms:
     """One micro-batch's share of the loss: shares over all micro-batches and data ranks add up to the whole."""
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_weights import WeightSource
-from spmdrl.engines.models.lora import adapting, is_adapter
+from spmdrl.engines.models.lora import is_adapter, unadapted
 from spmdrl.engines.training.fitted_passes import FittedPasses
 from spmdrl.engines.training.heads import check_head
 from spmdrl.engines.training.packed_rows import (
-    AdapterLogprobs,
     Likeliest,
     LossFunction,
     LossTerms,
@@ -127,19 +126,6 @@ class TrainingEngine:
                 found_R[index] = rated_R
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
-    def score_with_and_without_adapters(self, rows: TokenRows) -> AdapterLogprobs:
-        """Log-probs as `score` gives them with adapters and in `without_adapters`; on the device. Collective.
-
-        In one pass over each row twice where that is one micro-batch on every rank, else in two.
-        """
-        self.check_weights_present("score")
-        found = self.fitted.rate_twice(rows)
-        if found is not None:
-            return found
-        with self.without_adapters():
-            without_R = self.score(rows).logprobs_R
-        return AdapterLogprobs(self.score(rows).logprobs_R, without_R)
-
     def likeliest(self, rows: TokenRows, num_likeliest: int, vocab_size: int) -> Likeliest:
         """The likeliest tokens in each response token's place; on the device, in row order. Collective.
 
@@ -237,7 +223,7 @@ class TrainingEngine:
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute with the model's own weights inside this block: the policy as it was before its adapters learnt."""
-        return adapting(self.model.decoders, "none")
+        return unadapted(self.model.decoders)
 
     @property
     def update_count(self) -> int:
