@@ -46,8 +46,7 @@ SHARE = 0.01
 
 def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"], ops.TABLE["linear"]["cpu"] = plain.blocked_linear, plain.linear
-    ops.TABLE["rms_norm"]["cpu"], ops.TABLE["rotate"]["cpu"] = cpu.rms_norm, cpu.rotate
-    for operation in ("swiglu", "exponential_sums", "minus_expected"):
+    for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected"):
         ops.TABLE[operation]["cpu"] = getattr(plain, operation)
     ops.TABLE["packed_attention"]["cpu"] = cpu.packed_attention
     ops.TABLE["prefixed_attention"]["cpu"] = prefixed.padded_prefixed_attention

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spmdrl.engines.models.kernels import cpu, plain
+from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.ops import TABLE
 
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
@@ -20,8 +20,8 @@ Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 def run_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the CPU run PyTorch's operations alone: those of its library can't be recorded."""
     monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
-    for name, function in (("rms_norm", cpu.rms_norm), ("rotate", cpu.rotate), ("swiglu", plain.swiglu)):
-        monkeypatch.setitem(TABLE[name], "cpu", function)
+    for name in ("rms_norm", "rotate", "swiglu"):
+        monkeypatch.setitem(TABLE[name], "cpu", getattr(plain, name))
 
 
 class RecordedGraph(TorchDispatchMode):

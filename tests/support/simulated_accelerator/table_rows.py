@@ -23,8 +23,7 @@ def fill_tables(name: str, library: str) -> None:
     # Weights in blocks are oneDNN's own tensors, and its products are a CPU's, which no other device can hold or run.
     ops.TABLE["blocked_linear"][name], ops.TABLE["linear"][name] = plain.blocked_linear, plain.linear
     # Nor does it read memory by its address.
-    ops.TABLE["rms_norm"][name], ops.TABLE["rotate"][name] = cpu.rms_norm, cpu.rotate
-    for operation in ("swiglu", "exponential_sums", "minus_expected"):
+    for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected"):
         ops.TABLE[operation][name] = getattr(plain, operation)
     ops.TABLE["packed_attention"][name] = cpu.packed_attention
     ops.TABLE["prefixed_attention"][name] = prefixed.padded_prefixed_attention

@@ -7,75 +7,13 @@ Shape letters: `M` rows, `D` inputs and `O` outputs of a linear layer, `E` exper
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.kernels.packed import PackedRows, padded_attention
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # The same bits in fewer operations, where nothing is rounded in between.
-    if not x.dtype == weight.dtype == torch.float32:
-        return plain.rms_norm(x, weight, eps)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RmsNorm.apply(x, weight, eps)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-class _RmsNorm(torch.autograd.Function):
-    """F.rms_norm in float32; its backward in 7 passes over the values where autograd's takes 17."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scale = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # With n = s x and y = w n: dL/dw = sum g n, dL/dx = s (g w - n mean(g w n)).
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        by_weight = (gradient * normed).flatten(0, -2)
-        by_x = None
-        if ctx.needs_input_grad[0]:
-            mean = (by_weight @ weight).view(scale.shape) / x.shape[-1]
-            by_x = (gradient * weight).addcmul_(normed, mean, value=-1).mul_(scale)
-        return by_x, by_weight.sum(0) if ctx.needs_input_grad[1] else None, None
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if heads.dtype != torch.float32:
-        return plain.rotate(heads, cos, sin)
-    if torch.is_grad_enabled() and heads.requires_grad:
-        return _Rotate.apply(heads, cos, sin)
-    return _turned(heads, cos, sin)
-
-
-class _Rotate(torch.autograd.Function):
-    """Backward turns the other way, which takes what forward does; autograd's takes twice that."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(heads, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turned(gradient, cos, -sin), None, None
-
-
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The bits of `plain.rotate` in fewer passes: whole heads are multiplied, as halves of them are short runs."""
-    first, second = heads.chunk(2, dim=-1)
-    crossed = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin, sin), dim=-1))
-    return (heads * torch.cat((cos, cos), dim=-1)).add_(crossed)
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu, plain
+from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp.cpu_library import RowLayout, library_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     library = library_for(x, weight)
     if library is None:
-        return cpu.rms_norm(x, weight, eps)
+        return plain.rms_norm(x, weight, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Normed.apply(library, x, weight, eps)
     return _normed(library, _in_runs(x), weight.contiguous(), eps, None)
@@ -57,7 +57,7 @@ def _normed(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, scales:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     library = library_for(heads, cos)
     if library is None:
-        return cpu.rotate(heads, cos, sin)
+        return plain.rotate(heads, cos, sin)
     if torch.is_grad_enabled() and heads.requires_grad:
         return _Rotated.apply(library, heads, cos, sin)
     return _rotated(library, heads, cos, sin, 1.0)
