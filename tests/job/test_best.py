@@ -122,8 +122,7 @@ def test_a_record_of_an_earlier_version_has_one_best_step_or_none():
         RunRecord.of_json(json.dumps({"step": 4, "identity": {}, "best": [{"step": 3}]}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize("mode", ["max", pytest.param("min", marks=pytest.mark.slow)])
 def test_the_best_step_outlives_newer_ones_also_over_a_resume(tmp_path, mode):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_last=1", "checkpoint.best=reward"]
@@ -140,7 +139,6 @@ def test_the_best_step_outlives_newer_ones_also_over_a_resume(tmp_path, mode):
     finished(run_job("eval", config, f"run.dir={tmp_path / 'eval'}", HELD_OUT, *by_link))
 
 
-@pytest.mark.slow
 def test_a_better_evaluation_is_saved_where_no_checkpoint_is_due(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.best=eval/reward", "eval.interval=1", HELD_OUT]
@@ -191,7 +189,6 @@ def test_the_best_ones_are_those_of_a_run_that_was_never_killed(tmp_path):
     assert f"/step_{expected[0][1]:06d}/model (eval/reward " in shown
 
 
-@pytest.mark.slow
 def test_the_model_alone_is_a_fraction_of_the_bytes_and_no_run_goes_on_from_it(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.model_only=true"]
@@ -205,7 +202,6 @@ def test_the_model_alone_is_a_fraction_of_the_bytes_and_no_run_goes_on_from_it(t
     assert Path(f"{folder}.1").is_dir()
 
 
-@pytest.mark.slow
 def test_a_models_card_states_where_it_comes_from(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     finished(run_job("train", config, f"run.dir={folder}", "train.max_steps=1"))

@@ -30,7 +30,7 @@ def master_weights(folder: Path, step: int) -> dict[str, Tensor]:
     return {key.removeprefix("weight/"): held for key, held in load_file(file).items() if key.startswith("weight/")}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.ranks, pytest.mark.slow])])
 def test_a_run_resumes_to_the_bit_whatever_the_dtype_of_its_exported_weights(tmp_path, ranks):
     config, whole, parted = tiny_config(tmp_path), tmp_path / "whole", tmp_path / "parted"
     settings = [BFLOAT16, "checkpoint.interval=1", "checkpoint.keep_last=9", "algo.kl_coef=0.1"]

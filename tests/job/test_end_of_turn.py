@@ -14,7 +14,6 @@ from spmdrl.nouns.settings.model_config import MakeConfig
 CHAT = "{% for m in messages %}{{ m.content }}{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("template", "warnings"), [("auto", 1), ("never", 0)])
 def test_generate_warns_of_an_end_of_turn_only_where_the_template_is_used(tmp_path, template, warnings):
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"

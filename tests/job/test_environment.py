@@ -53,28 +53,32 @@ def samples_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
+DYING = {
+    "one rank": (1, []),
+    "experts over replicas": (
+        2,
+        [
+            *SHORT,
+            "model.make.model_type=qwen3_moe",
+            "model.make.num_experts=4",
+            "model.make.num_experts_per_tok=2",
+            "model.make.moe_intermediate_size=32",
+            "resources.generation.expert=2",
+            "train.routing.replay=rollout",
+        ],
+    ),
+    "tensor parallel": (2, [*SHORT, "resources.generation.tensor=2", "algo.kl_coef=0.1", "train.updates_per_step=2"]),
+    "over several steps": (
+        2,
+        ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"],
+    ),
+}
+
+
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [
-        (1, []),
-        (
-            2,
-            [
-                *SHORT,
-                "model.make.model_type=qwen3_moe",
-                "model.make.num_experts=4",
-                "model.make.num_experts_per_tok=2",
-                "model.make.moe_intermediate_size=32",
-                "resources.generation.expert=2",
-                "train.routing.replay=rollout",
-            ],
-        ),
-        (2, [*SHORT, "resources.generation.tensor=2", "algo.kl_coef=0.1", "train.updates_per_step=2"]),
-        (2, ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"]),
-    ],
-    ids=["one rank", "experts over replicas", "tensor parallel", "over several steps"],
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if case[0] > 1 else ()) for name, case in DYING.items()],
 )
 def test_a_run_that_dies_goes_on_to_the_bit(tmp_path, ranks, more):
     config, settings = tiny_config(tmp_path), [*settings_of(tmp_path, "run"), *more]
@@ -146,7 +150,6 @@ def test_answers_and_evaluations_take_turns(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_the_documented_environment_trains(tmp_path):
     page = (ROOT / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, re.DOTALL)

@@ -155,7 +155,6 @@ def test_every_folder_but_one_made_here_is_tried_before_its_tokenizer_is_loaded(
             prepare(replace(checked, config=given), source)
 
 
-@pytest.mark.slow
 def test_a_job_of_other_ranks_is_checked_without_starting_any(tmp_path):
     config = tiny_config(tmp_path)
     job = run_job("check", config, "--ranks", "8", "--nodes=2", "resources.update.tensor=2")

@@ -57,17 +57,24 @@ def inside_generation(folder: Path) -> list[Span]:
     ]  # fmt: skip
 
 
+CASES = {
+    "two ranks": (2, []),
+    "critic and adapters": (1, ["critic={}", "algo={name: ppo, kl_coef: 0.1}", "lora={rank: 4}"]),
+    "tensor parallel": (2, ["resources.generation.tensor=2"]),
+    "over several steps": (
+        2,
+        ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"],
+    ),
+}
+
+
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (1, ["critic={}", "algo={name: ppo, kl_coef: 0.1}", "lora={rank: 4}"]),
-        (2, []),
-        (2, ["resources.generation.tensor=2"]),
-        (2, ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"]),
+        pytest.param(*case, id=name, marks=() if name == "two ranks" else pytest.mark.slow)
+        for name, case in CASES.items()
     ],
-    ids=["critic and adapters", "two ranks", "tensor parallel", "over several steps"],
 )
 def test_rows_losses_and_weights_are_those_of_the_unfused_run(tmp_path, ranks, more):
     config = tiny_config(tmp_path)

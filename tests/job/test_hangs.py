@@ -176,7 +176,9 @@ def hanging_run(folder: Path, *options: str, ranks: int, prepare=None) -> tuple[
             marks=pytest.mark.slow,
         ),
         ("sleep", "reward", 0, 1, r"rank 0 hangs: no progress for \d+ s; rank 0 in reward of step 2"),
-        ("stopped", "update", 1, 2, r"rank 1 hangs: no answer for \d+ s, so it is stopped"),
+        pytest.param(
+            "stopped", "update", 1, 2, r"rank 1 hangs: no answer for \d+ s, so it is stopped", marks=pytest.mark.slow
+        ),
         pytest.param(
             "stopped", "generation", 0, 2, r"rank 0 hangs: no answer for \d+ s.*; last, rank 0 ", marks=pytest.mark.slow
         ),
@@ -230,6 +232,7 @@ def test_a_reward_that_takes_too_long_is_named_with_its_prompts(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_healthy_run_whose_stages_take_about_the_limit_is_left_alone(tmp_path):
     config = tiny_config(tmp_path)
     # The rewards of a step take longer than the limit, each of them less.
@@ -244,6 +247,7 @@ def test_a_healthy_run_whose_stages_take_about_the_limit_is_left_alone(tmp_path)
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.cpu_only("asynchronous checkpoints of four ranks")
 def test_a_start_that_goes_on_from_a_checkpoint_and_stands_still_is_named_and_ends(tmp_path, monkeypatch):
     asynchronous = (f"run.dir={tmp_path / 'run'}", "checkpoint.asynchronous=true", "checkpoint.interval=1")

@@ -118,7 +118,6 @@ def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on
     assert {path.name for path in folder.iterdir()} == {"generate", "initial_model"}
 
 
-@pytest.mark.slow
 def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path, world):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     few = ["data.eval=synthetic://addition?low=0&high=9&count=5&split=test", f"run.dir={folder}"]

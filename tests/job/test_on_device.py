@@ -28,7 +28,6 @@ from spmdrl.observability.timeline import MemorySnapshot, read_timeline
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(reason := simulated_accelerator.why_not()), reason=str(reason)),
     pytest.mark.cpu_only(reason="these tests choose the devices of their jobs"),
 ]
@@ -122,6 +121,7 @@ def two_ranks(quickstart: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
+@pytest.mark.slow
 def test_the_quickstart_learns_the_same_bits_as_on_a_cpu(quickstart: list[str], one_rank: Path, tmp_path: Path) -> None:
     on_cpu("train", *quickstart, f"run.dir={tmp_path}")
     assert learnt(one_rank, 2) == learnt(tmp_path, 2)
@@ -133,7 +133,7 @@ def test_two_ranks_learn_the_same_bits_as_on_a_cpu(quickstart: list[str], two_ra
     assert learnt(two_ranks, 2) == learnt(tmp_path, 2)
 
 
-@pytest.mark.parametrize("job", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("job", [pytest.param("one_rank", marks=pytest.mark.slow), "two_ranks"])
 def test_the_ledger_lists_what_the_allocator_holds_at_each_stages_end(job: str, request: pytest.FixtureRequest) -> None:
     run: Path = request.getfixturevalue(job)
     stages = set()
@@ -158,6 +158,7 @@ def test_nothing_of_the_update_state_is_on_the_device_while_responses_are_genera
         assert min(held.host["update_weights"], held.host["optimizer"]) > 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [with_late_kernels, with_nothing_late])
 def test_a_killed_job_goes_on_to_the_same_bits_whenever_kernels_and_copies_run(
     quickstart: list[str], two_ranks: Path, tmp_path: Path, prepare: Callable[[], None]
@@ -171,6 +172,7 @@ def test_a_killed_job_goes_on_to_the_same_bits_whenever_kernels_and_copies_run(
     assert learnt(run, 2) == learnt(two_ranks, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [with_late_kernels, with_nothing_late])
 def test_checkpoints_written_during_the_next_step_hold_their_own_whenever_copies_run(
     quickstart: list[str], two_ranks: Path, tmp_path: Path, prepare: Callable[[], None]
@@ -186,6 +188,7 @@ def saved(run: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_step_leaves_a_run_that_goes_on_to_the_same_bits(
     quickstart: list[str], two_ranks: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_rank_killed_in_a_step_leaves_a_run_that_goes_on_to_the_same_bits(
     assert learnt(tmp_path, 2) == learnt(two_ranks, 2)
 
 
+@pytest.mark.slow
 def test_state_is_swapped_where_the_device_is_too_small_for_all_of_it(
     quickstart: list[str], one_rank: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +210,7 @@ def test_state_is_swapped_where_the_device_is_too_small_for_all_of_it(
     assert summary_of(tmp_path)["swap"]["swaps"] and learnt(tmp_path, 2) == learnt(one_rank, 2)
 
 
+@pytest.mark.slow
 def test_supervised_training_gives_the_same_bits_as_on_a_cpu(tmp_path: Path) -> None:
     settings = [
         tiny_config(tmp_path), *SHARDED, "sft.max_steps=2", "sft.rows_per_step=16", "reshard.swap=always",
@@ -218,6 +223,7 @@ def test_supervised_training_gives_the_same_bits_as_on_a_cpu(tmp_path: Path) -> 
     assert [step["grad_norm"] > 1e-3 for step in found[0] if "grad_norm" in step] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_the_same_answers_as_on_a_cpu(one_rank: Path, tmp_path: Path) -> None:
     settings = [QUICKSTART[0], f"model.path={one_rank}", "model.make=null", "eval.max_rows=8", "eval.num_samples=2"]
     answers: dict[str, list[str]] = {}
@@ -231,6 +237,7 @@ def test_a_checkpoint_gives_the_same_answers_as_on_a_cpu(one_rank: Path, tmp_pat
         assert found == expected and len(found.splitlines()) >= 8, verb
 
 
+@pytest.mark.slow
 def test_a_job_that_the_device_has_too_little_memory_for_ends_with_what_to_lower(
     quickstart: list[str], tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_every_step_and_every_shown_token_tell_of_mismatch_and_age(tmp_path):
     folder = tmp_path / "run"
     settings = [
@@ -50,10 +49,14 @@ MODELS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.cpu_only(reason="the batch-invariant operations are a CPU's")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "model"),
+    [
+        (1, "dense"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "sparse"), (2, "dense"), (2, "sparse"))),
+    ],
+)
 def test_generator_and_trainer_agree_to_the_last_bit(tmp_path, model, ranks):
     folder = tmp_path / "run"
     settings = [f"run.dir={folder}", "debug.batch_invariant=true", "train.epochs_per_step=2", *LONG, *MODELS[model]]

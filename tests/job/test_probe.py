@@ -111,7 +111,9 @@ CASES = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow if case[0] > 2 else ()) for name, case in CASES.items()]
+)
 def test_trainer_and_generator_agree_to_rounding_whatever_the_layouts(tmp_path, case):
     ranks, engines = CASES[case]
     metrics = merge(run_ranks(ranks, largest_difference, str(tmp_path), engines))
@@ -144,7 +146,6 @@ def test_a_job_probes_each_switch_of_a_resumed_run_and_its_evaluations(tmp_path)
     assert "mismatch/probe_abs_max" not in metrics_of(folder)[-1]
 
 
-@pytest.mark.slow
 def test_evaluations_of_supervised_training_are_probed(tmp_path):
     folder = tmp_path / "run"
     settings = ["data.eval=synthetic://addition?low=0&high=9&count=5&split=test", "sft.max_steps=2"]

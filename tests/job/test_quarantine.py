@@ -29,7 +29,7 @@ def wedged_so_far(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("ranks", "cost", "verdict", "reason"),
     [
-        (1, "time.sleep(60)", "timed_out", "reward.timeout_seconds"),
+        pytest.param(1, "time.sleep(60)", "timed_out", "reward.timeout_seconds", marks=pytest.mark.slow),
         (2, "time.sleep(60)", "timed_out", "reward.timeout_seconds"),
         (1, "os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL"),
     ],
@@ -62,6 +62,7 @@ def test_a_prompt_that_costs_two_processes_is_put_in_quarantine(tmp_path, ranks,
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prompt_that_hangs_the_job_twice_does_not_a_third_time(tmp_path: Path, ranks: int) -> None:
     config = tiny_config(tmp_path)

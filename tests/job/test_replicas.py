@@ -39,7 +39,6 @@ def check_same(found: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_a_replica_of_two_ranks_learns_what_two_replicas_do_and_its_first_rank_records(tmp_path):
     expected = trained(tmp_path / "two", HELD_OUT)
     dump = tmp_path / "rollouts"

@@ -63,7 +63,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "words"), REFUSED)
 def test_a_start_that_is_refused_touches_no_file_of_a_finished_run(run_copy, settings, words):
     config, folder = run_copy
@@ -72,7 +71,6 @@ def test_a_start_that_is_refused_touches_no_file_of_a_finished_run(run_copy, set
     assert digests(folder) == before
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(run_copy, tmp_path):
     config, folder = run_copy
     other = tmp_path / "other"
@@ -83,7 +81,6 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(run
     assert digests(folder) == before
 
 
-@pytest.mark.slow
 def test_a_checkpoint_whose_tensors_are_broken_inside_right_digests_is_passed_over(run_copy):
     config, folder = run_copy
     newest = folder / "checkpoints" / "step_000003"
@@ -93,7 +90,6 @@ def test_a_checkpoint_whose_tensors_are_broken_inside_right_digests_is_passed_ov
     assert "step_000002 after step 2" in job.stdout and "step 3/3" in job.stdout
 
 
-@pytest.mark.slow
 def test_settings_that_change_at_resume_are_said_and_both_configurations_kept(run_copy):
     config, folder = run_copy
     settings = ["checkpoint.interval=1", "train.max_steps=4", "optim.lr=2e-3"]
@@ -112,7 +108,6 @@ def test_settings_that_change_at_resume_are_said_and_both_configurations_kept(ru
     assert "after step 3: optim.lr 0.001 → 0.002" in (folder / "report.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
     config, folder = run_copy
     summary = json.loads((folder / "summary.json").read_text())
@@ -152,7 +147,6 @@ def test_a_second_job_in_a_folder_is_refused_on_all_its_ranks(tmp_path):
         first.wait()
 
 
-@pytest.mark.slow
 def test_a_run_is_evaluated_by_its_newest_sound_model(run_copy, tmp_path):
     config, folder = run_copy
     for step in (3, 2):
@@ -169,7 +163,6 @@ def test_a_run_is_evaluated_by_its_newest_sound_model(run_copy, tmp_path):
             assert f"every checkpoint of {folder} is damaged" in job.stderr and job.returncode == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["eval", "generate"])
 def test_two_jobs_that_write_the_same_answers_take_turns(run_copy, verb):
     config, folder = run_copy
@@ -184,8 +177,9 @@ def test_two_jobs_that_write_the_same_answers_take_turns(run_copy, verb):
         finished(run_job(verb, config, *settings))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a flipped bit", "broken inside right digests", "another run's"])
+@pytest.mark.parametrize(
+    "kind", ["a flipped bit", "broken inside right digests", pytest.param("another run's", marks=pytest.mark.slow)]
+)
 def test_kept_rollouts_that_are_damaged_are_generated_anew_or_refused(tmp_path, kind):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true"]
@@ -215,7 +209,6 @@ def rewrite(folder: Path, name: str, content: bytes) -> None:
     (folder / "manifest.json").write_text(Manifest(manifest.step, files).to_json())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a file", "below a file", "in a folder that nothing can be made in"])
 def test_a_folder_that_can_not_be_written_to_is_refused_by_its_key(tmp_path, kind):
     (tmp_path / "file").write_text("")

@@ -97,7 +97,7 @@ def stopped_and_finished(folder: Path, config: Path, *options: str, ranks: int, 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_stopped_in_a_step_does_it_again_to_the_bit(ranks, tmp_path):
     config = stopping_config(tmp_path)
     step, line = stopped_and_finished(tmp_path, config, "reward.isolation=inline", ranks=ranks, asked=str(ranks - 1))
@@ -230,6 +230,7 @@ def test_slurms_end_stops_what_saves_and_nothing_else(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.cpu_only("torchrun starts ranks of its own")
 @pytest.mark.parametrize("asked", ["script", "rank"])
 def test_the_script_passes_requests_on_and_ends_with_the_code_of_the_ranks(asked, tmp_path):

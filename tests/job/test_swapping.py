@@ -21,8 +21,7 @@ def same_numbers(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_mode_has_the_same_bits_also_when_it_is_resumed_in_another(tmp_path, num_ranks):
     config, runs = tiny_config(tmp_path), {mode: tmp_path / mode for mode in MODES}
     settings = ["algo.kl_coef=0.1", "checkpoint.interval=1", "checkpoint.keep_last=9", "reshard.verify=true"]

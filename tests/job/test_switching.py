@@ -81,8 +81,7 @@ def switch_and_measure(world: World, directory: str) -> dict[str, object]:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.cpu_only(reason="device memory isn't resident memory of the process")
 def test_update_state_is_off_the_device_and_out_of_resident_memory_during_generation(tmp_path, num_ranks):
     for seen in run_ranks(num_ranks, switch_and_measure, str(tmp_path), timeout=120):
