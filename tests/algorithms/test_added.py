@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+from runpy import run_path
 
 import pytest
-from tests.support.jobs import ROOT, environment, metrics_of, tiny_config
+from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config
 
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
@@ -25,13 +24,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=environment(PYTHONPATH=f"{ROOT / 'src'}:{folder}"),
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-
-
 def chosen(spec: str, *overrides: str):
     return load_config(
         [], ["model.make={}", "data.train=synthetic://addition?count=10", f"algo.name={spec}", *overrides]
@@ -39,11 +31,14 @@ def chosen(spec: str, *overrides: str):
 
 
 @pytest.mark.ranks
-def test_the_example_of_the_page_passes_its_test_and_trains(folder):
+def test_the_example_of_the_page_passes_its_test_and_trains(folder, monkeypatch):
     assert len(ALGORITHM.splitlines()) <= 40
-    assert "1 passed" in run(folder, "pytest", "-q", "test_gpg.py").stdout
-    overrides = [f"run.dir={folder / 'run'}", "algo.name=gpg.py:Gpg", "algo.min_deviation=0.25"]
-    trained = run(folder, "spmdrl", "train", str(tiny_config(folder)), *overrides)
+    monkeypatch.syspath_prepend(folder)
+    tests = {name: test for name, test in run_path(str(folder / "test_gpg.py")).items() if name.startswith("test_")}
+    (test,) = tests.values()
+    test()
+    overrides = [f"run.dir={folder / 'run'}", f"algo.name={folder / 'gpg.py'}:Gpg", "algo.min_deviation=0.25"]
+    trained = finished(run_job("train", tiny_config(folder), *overrides))
     assert "step 3/3" in trained.stdout, trained.stdout + trained.stderr
     assert "gpg.py:Gpg" in (folder / "run/config.resolved.yaml").read_text()
     steps = metrics_of(folder / "run")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -303,10 +304,12 @@ class Nodes(RuleBasedStateMachine):
         assert accounts[0].num_trained == len(ROWS) - len(self.truth.dropped.keys() - self.truth.trained())
 
 
-def test_no_row_is_lost_doubled_or_split_in_random_sequences():
-    """A thousand sequences, or as many as SPMDRL_SEQUENCES names."""
+@pytest.mark.parametrize(
+    "num_sequences", [100, pytest.param(int(os.environ.get("SPMDRL_SEQUENCES", "1000")), marks=pytest.mark.slow)]
+)
+def test_no_row_is_lost_doubled_or_split_in_random_sequences(num_sequences: int):
     few_steps = settings(
-        max_examples=int(os.environ.get("SPMDRL_SEQUENCES", "1000")),
+        max_examples=num_sequences,
         stateful_step_count=8,
         deadline=None,
         database=None,
