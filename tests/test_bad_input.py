@@ -45,7 +45,6 @@ REFUSED = [
 NEEDS = {"engine": "vllm", "wandb": "wandb", "tensorboard": "tensorboard"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "words"), REFUSED)
 def test_bad_settings_end_with_one_message_and_check_has_the_same(tmp_path, request, monkeypatch, overrides, words):
     extra = NEEDS.get(request.node.callspec.id)
@@ -77,7 +76,6 @@ def assert_refused(job, words):
     assert job.stderr.count("spmdrl: ") == 1, job.stderr
 
 
-@pytest.mark.slow
 def test_rows_without_an_answer_are_named_by_file_and_line(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n{"prompt": "1+3=", "answer": ""}\n')
@@ -100,7 +98,6 @@ REASONS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(REWARDS))
 def test_a_broken_reward_function_stops_all_ranks_with_its_reason(tmp_path, kind):
     reward = tmp_path / f"{kind}.py"
@@ -114,7 +111,6 @@ def test_a_broken_reward_function_stops_all_ranks_with_its_reason(tmp_path, kind
     assert processes_with(str(reward)) == []
 
 
-@pytest.mark.slow
 def test_a_reward_that_lacks_its_variable_ends_the_evaluation_after_some_rows_and_names_the_users_line(tmp_path):
     reward = tmp_path / "judge.py"
     reward.write_text("import os\n\ndef fn(completions, **columns):\n    os.environ['A_KEY']\n")
@@ -146,7 +142,6 @@ def command_lines() -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_a_layout_that_does_not_fit_two_ranks_is_told_once(tmp_path):
     config = tiny_config(tmp_path)
     job = run_job("train", config, "resources.update.data=3", f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60)
@@ -155,7 +150,6 @@ def test_a_layout_that_does_not_fit_two_ranks_is_told_once(tmp_path):
     assert "set it to one of [1, 2]" in job.stderr
 
 
-@pytest.mark.slow
 def test_a_checkpoint_folder_of_another_run_is_refused(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     assert run_job("train", config, f"run.dir={folder}", "train.max_steps=1").returncode == 0
@@ -166,7 +160,6 @@ def test_a_checkpoint_folder_of_another_run_is_refused(tmp_path):
     assert (tmp_path / "run.1" / "checkpoints").is_dir()
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1"]

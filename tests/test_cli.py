@@ -139,7 +139,6 @@ def test_half_a_launch_environment_is_refused_in_one_line() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_another_rank_speaks_after_the_first_and_names_itself() -> None:
     done = spmdrl("trian", **OTHER_RANK)
     assert done.returncode == 2

@@ -150,8 +150,7 @@ MODULE = ["-m", "spmdrl"]
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [SCRIPT, PLAIN])
+@pytest.mark.parametrize("launcher", [PLAIN, pytest.param(SCRIPT, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_is_the_one_cause_on_the_screen(tmp_path, launcher):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
@@ -193,8 +192,7 @@ def test_another_nodes_launcher_shows_the_same_cause_once(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [None, SCRIPT])
+@pytest.mark.parametrize("launcher", [None, pytest.param(SCRIPT, marks=pytest.mark.slow)])
 def test_ctrl_c_is_one_line_that_says_where_the_run_goes_on(tmp_path, launcher):
     with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS, launcher=launcher) as job:
         job.wait_for(job.has_stepped)

@@ -12,8 +12,6 @@ import pytest
 
 from tests.support.terminal import Screen, typed
 
-pytestmark = pytest.mark.slow
-
 # A quiet machine shows something every 5 seconds; a machine that runs other tests beside this one is given longer.
 MOST_SILENCE_SECONDS = float(os.environ.get("SPMDRL_MOST_SILENCE", 30))
 QUICKSTART = "configs/debug/quickstart.yaml"
@@ -47,12 +45,14 @@ def model(first_run: Path) -> Path:
     return first_run / "checkpoints" / "step_000003" / "model"
 
 
+@pytest.mark.slow
 def test_the_quickstart_on_two_ranks_ends_with_what_it_learnt(tmp_path: Path) -> None:
     screen = read(typed(*TORCHRUN, "spmdrl", "train", QUICKSTART, *SHORT, f"run.dir={tmp_path / 'run'}"))
     assert "2 x cpu" in screen.text or "2 ranks" in screen.text, screen.text
     assert f"{tmp_path / 'run' / 'report.html'}" in screen.text
 
 
+@pytest.mark.slow
 def test_an_own_model_own_data_and_an_own_reward(model: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{p}", "answer": "{a}"}}\n' for p, a in SUMS))
     (tmp_path / "rewards.py").write_text(
@@ -88,6 +88,7 @@ def files_of_every_format(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_own_data_in_each_format_is_learnt_from(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -109,6 +110,7 @@ def test_a_trained_model_is_evaluated_and_its_runs_summary_stays(first_run: Path
     assert (first_run / "summary.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_prompts_are_answered_from_the_command_line_and_from_stdin(first_run: Path, tmp_path: Path) -> None:
     named = read(typed("spmdrl", "generate", f"model.path={first_run}", "prompt=12+30=", cwd=tmp_path))
     assert "12+30=" in named.text
@@ -116,6 +118,7 @@ def test_prompts_are_answered_from_the_command_line_and_from_stdin(first_run: Pa
     assert "11+22=" in piped.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(first_run: Path, tmp_path: Path) -> None:
     command = ("spmdrl", "train", QUICKSTART, *SHORT, "checkpoint.interval=1", "train.max_steps=40", "eval.interval=0",
                f"run.dir={tmp_path / 'run'}")  # fmt: skip
@@ -125,19 +128,24 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(first_run: Path, tmp_pa
     assert "resumed from" in again.text, again.text
 
 
+MISTAKES = [
+    (["trian", QUICKSTART], "did you mean train?"),
+    (["train"], "configs/debug/quickstart.yaml"),
+    (["train", "configs/debug/quikstart.yaml"], "quickstart.yaml"),
+    (["train", QUICKSTART, "algo.name=ppo"], "set critic={}"),
+    (["train", QUICKSTART, "resources.device=cuda"], "cuda"),
+    (["train", QUICKSTART, "data.train=nowhere.jsonl"], "nowhere.jsonl"),
+    (["train", QUICKSTART, "reward.functions=[nowhere.py:fn]"], "nowhere.py"),
+    (["eval", "model.path=nowhere/at_all", QUICKSTART, "model.make=null"], "nowhere/at_all"),
+    (["generate", "model.path=runs/none", "prompt=12+30="], "runs/none"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian", QUICKSTART], "did you mean train?"),
-        (["train"], "configs/debug/quickstart.yaml"),
-        (["train", "configs/debug/quikstart.yaml"], "quickstart.yaml"),
         (["train", QUICKSTART, "model.pth=x"], "did you mean model.path"),
-        (["train", QUICKSTART, "algo.name=ppo"], "set critic={}"),
-        (["train", QUICKSTART, "resources.device=cuda"], "cuda"),
-        (["train", QUICKSTART, "data.train=nowhere.jsonl"], "nowhere.jsonl"),
-        (["train", QUICKSTART, "reward.functions=[nowhere.py:fn]"], "nowhere.py"),
-        (["eval", "model.path=nowhere/at_all", QUICKSTART, "model.make=null"], "nowhere/at_all"),
-        (["generate", "model.path=runs/none", "prompt=12+30="], "runs/none"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MISTAKES),
     ],
 )
 def test_a_mistake_is_answered_in_a_few_lines_with_a_way_out(arguments: list[str], expected: str) -> None:
@@ -145,6 +153,7 @@ def test_a_mistake_is_answered_in_a_few_lines_with_a_way_out(arguments: list[str
     assert expected in screen.text and len(screen.lines) <= 4, screen.text
 
 
+@pytest.mark.slow
 def test_keys_and_verbs_explain_themselves(first_run: Path) -> None:
     assert "learning rate" in read(typed("spmdrl", "help", "optim.lr")).text.lower()
     assert "train" in read(typed("spmdrl", "train", "--help")).text

@@ -54,7 +54,6 @@ def test_nothing_to_answer_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_a_prompt_of_the_command_line_is_answered_on_the_screen_and_leaves_no_file(tmp_path: Path) -> None:
     # Data rows that are no prompts, and more tokens than the model has positions: neither is in the way.
     settings = [*MODEL, f"run.dir={tmp_path}", "data.eval=nowhere.jsonl", "rollout.ignore_eos=true"]

@@ -29,17 +29,17 @@ from tests.support.jobs import (
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-def test_one_two_and_four_ranks_train_alike_on_the_same_rollouts(tmp_path):
+@pytest.mark.parametrize("more", [[2], pytest.param([2, 4], marks=pytest.mark.slow)], ids=["two", "two and four"])
+def test_one_rank_and_more_train_alike_on_the_same_rollouts(tmp_path, more):
     config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
     finished(run_job("train", config, f"run.dir={tmp_path / 'dump'}", f"debug.rollouts_to={dump}", "train.max_steps=2"))
     first = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, *more):
         folder = tmp_path / f"ranks_{ranks}"
         replay = f"debug.rollouts_from={dump}"
         finished(run_job("train", config, f"run.dir={folder}", replay, "train.max_steps=2", ranks=ranks))
         first[ranks] = metrics_of(folder)
-    for ranks in (2, 4):
+    for ranks in more:
         for step in (0, 1):
             for name in ("loss", "grad_norm", "entropy"):
                 expected = first[1][step][name]
@@ -49,8 +49,7 @@ def test_one_two_and_four_ranks_train_alike_on_the_same_rollouts(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["context=2", "tensor=2 pipeline=2"])
+@pytest.mark.parametrize("layout", ["context=2", pytest.param("tensor=2 pipeline=2", marks=pytest.mark.slow)])
 def test_every_axis_trains_as_one_rank_does_and_leaves_a_checkpoint_for_any_layout(tmp_path, layout):
     config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
     finished(run_job("train", config, f"run.dir={tmp_path / 'one'}", f"debug.rollouts_to={dump}", "train.max_steps=2"))
@@ -82,8 +81,7 @@ def test_the_same_seed_gives_the_same_bits_on_two_ranks(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path, rounds):
     config = tiny_config(tmp_path)
     settings = ["train.max_steps=12", "checkpoint.interval=2", "log.backends=[console,jsonl]"]
@@ -101,8 +99,7 @@ def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_pat
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks_after", [2, 1])
+@pytest.mark.parametrize("ranks_after", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_rollouts_that_were_kept_are_trained_on_after_a_crash(tmp_path, ranks_after):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true",
@@ -160,7 +157,6 @@ def metrics_of_started(folder: Path) -> list[str]:
     return (folder / "metrics.jsonl").read_text().splitlines()
 
 
-@pytest.mark.slow
 def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,7 +189,6 @@ def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_
     assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     config, run = tiny_config(tmp_path), tmp_path / "run"
     finished(run_job("sft", config, f"run.dir={run}", "sft.max_steps=2", "sft.rows_per_step=8"))
@@ -209,7 +204,6 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
     assert "generated 5/5 rows | " in job.stderr
 
 
-@pytest.mark.slow
 def test_leaving_out_rows_without_advantage_gives_the_same_weights(tmp_path):
     config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
     reward = tmp_path / "first_digit.py"

@@ -19,8 +19,8 @@ from tests.support.jobs import ROOT
 @pytest.mark.parametrize(
     "group",
     [
-        "kernels",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("models", "engines", "layouts", "sharding")),
+        "sharding",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("kernels", "models", "engines", "layouts")),
     ],
 )
 def test_what_a_gpu_would_run_has_its_shapes_dtypes_and_device(group: str) -> None:

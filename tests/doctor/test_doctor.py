@@ -103,7 +103,6 @@ def test_a_stage_that_hangs_is_ended(tmp_path):
     assert (verdict.verdict, verdict.reason) == ("failed", "ended, as there was nothing within 6 s")
 
 
-@pytest.mark.slow
 def test_ranks_are_one_stage_whose_fault_names_the_rank(tmp_path):
     [verdict] = run_stages([FAULTY], check_in(tmp_path, num_ranks=2)).stages
     assert verdict.figures["ranks"] == 2 and verdict.figures["steps_per_second"] == 0.5

@@ -23,6 +23,7 @@ from tests.support.jobs import environment
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_few_faults_of_each_kind_are_survived(tmp_path):
     out = tmp_path / "rows.json"
     command = [sys.executable, "-m", "tests.bench", "faults", "--short", "--json", str(out)]
@@ -44,6 +45,7 @@ print(FaultJobs(Path(sys.argv[1]), 2, "train.max_steps=1").run("run").screen)
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_have_one_thread_whatever_the_bench_was_started_with(tmp_path):
     command = [sys.executable, "-c", TWO_RANKS, str(tmp_path)]
     environ = environment(OMP_NUM_THREADS="2")

@@ -91,7 +91,13 @@ def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout
 
 @pytest.mark.on_device
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "update_layout", "layout"), CASES, ids=[f"{c[1]} to {c[2]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("num_ranks", "update_layout", "layout"),
+    [
+        pytest.param(*case, id=f"{case[1]} to {case[2]}", marks=() if number in (0, 2) else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_each_rank_receives_the_slices_of_adapters_that_it_lacks(num_ranks, update_layout, layout, tmp_path):
     by_rank = run_ranks(num_ranks, switched, update_layout, layout, tmp_path, timeout=200)
     for of_ranks in zip(*by_rank, strict=True):

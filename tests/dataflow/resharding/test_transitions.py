@@ -146,19 +146,24 @@ def test_the_matrix_has_forty_transitions_and_more():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("executor", ["exact", "allgather"])
+@pytest.mark.parametrize("executor", ["exact", pytest.param("allgather", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transitions", ON_2_RANKS, ids=lambda some: some.model)
 def test_on_2_ranks(transitions, executor):
     check_answered(transitions, run_ranks(2, switch_between, transitions, executor))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("transitions", ON_4_RANKS, ids=lambda some: some.model)
+@pytest.mark.parametrize(
+    "transitions",
+    [*(pytest.param(some, marks=pytest.mark.slow) for some in ON_4_RANKS[:2]), ON_4_RANKS[2]],
+    ids=lambda some: some.model,
+)
 def test_on_4_ranks(transitions):
     check_answered(transitions, run_ranks(4, switch_between, transitions, "exact", ranks_per_node=2))
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_on_6_ranks():
     check_answered(ON_6_RANKS[0], run_ranks(6, switch_between, ON_6_RANKS[0], "exact"))
 

@@ -102,7 +102,6 @@ def test_sizes_that_do_not_fit_are_refused_by_key(sizes: dict[str, object], mess
         MakeConfig(**sizes)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_the_package_starts_without_transformers_or_tokenizers() -> None:
     script = (
         "import sys, spmdrl.engines.models.kernels.packed, spmdrl.engines.models.make_model\n"

@@ -83,7 +83,7 @@ def run_all_cases(world: World) -> list[tuple[list[Tensor], list[Tensor]]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_spread_experts_equal_experts_in_one_place(num_ranks):
     ranks = run_ranks(num_ranks, run_all_cases)
     for number, (case, _) in enumerate(RUNS):

@@ -119,7 +119,7 @@ def _all_errors(world: World) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_context_ranks_compute_what_one_process_computes(world_size: int) -> None:
     for rank, errors in enumerate(run_ranks(world_size, _all_errors)):
         # Not `error > bound`: a NaN must show too.

@@ -143,7 +143,9 @@ def test_adapters_have_the_loss_and_the_gradient_of_merged_weights(world, model)
 
 @pytest.mark.on_device
 @pytest.mark.ranks
-@pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    "cases", [pytest.param(ON_TWO, id="2 ranks"), pytest.param(ON_FOUR, id="4 ranks", marks=pytest.mark.slow)]
+)
 def test_adapters_learn_the_same_under_every_layout(world, cases):
     num_ranks = 2 if cases is ON_TWO else 4
     expected = {model: expected_of(world, model) for model in {model for model, _ in cases}}
