@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# CI's checks and tests, but for those with Triton, Slurm and vLLM: bash launch/test.sh [pytest's arguments ...]
-# Every check runs, whatever the others find; the exit code is 0 if all pass. pytest's summary comes last.
+# CI's checks and tests, but for those with Triton, Slurm and vLLM: bash launch/test.sh [all | pytest's arguments ...]
+# Without an argument the checks and the tests that aren't marked `slow`; with `all`, the slow ones follow.
+# Everything runs, whatever the rest finds; the exit code is 0 if all pass. pytest's summary comes last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -16,8 +17,19 @@ check() {
     printf '== %s\n' "$*"
     "$@" || failed="$failed ${1##*/}"
 }
+# Several workers, so that what they print and --pdb take "-n 0" behind this script.
+tests() {
+    local marks=$1
+    shift
+    printf '== pytest: %s\n' "$marks"
+    .venv/bin/pytest -m "$marks" --numprocesses "$workers" --dist worksteal --durations=25 "$@"
+}
 
-if [ $# -eq 0 ]; then
+everywhere="not gpu and not slurm and not msrun"
+chosen=false
+[ $# -eq 0 ] || [ "$*" = all ] || chosen=true
+
+if ! "$chosen"; then
     # The simulated device compiles beside the next checks, each of which takes one core. The tests wait for it, or
     # compile it themselves and show what is wrong.
     .venv/bin/python -c "from tests.support.simulated_accelerator.compiling import built; built()" > /dev/null 2>&1 &
@@ -25,16 +37,23 @@ fi
 check .venv/bin/ruff check src tests
 check .venv/bin/lint-imports
 check .venv/bin/mypy
-if [ $# -eq 0 ]; then
-    # Arguments choose among the tests below, of which these are some. Their files alone are imported.
-    files=$(grep -rl --include="*.py" "mark.on_device" tests)
+if "$chosen"; then
+    if [ -n "$failed" ]; then
+        printf '== FAILED, whatever the tests find now:%s\n' "$failed" >&2
+    fi
+    tests "$everywhere" "$@"
+    [ -z "$failed" ]
+    exit
+fi
+
+# Their files alone are imported.
+on_device=$(grep -rl --include="*.py" "mark.on_device" tests)
+for marks in "not slow" ${1:+"slow"}; do
     # shellcheck disable=SC2086
-    check .venv/bin/pytest --device sim -m "on_device and not gpu" --numprocesses "$workers" --dist worksteal -q $files
-fi
+    tests "on_device and $marks and not gpu" --device sim -q $on_device || failed="$failed on_device($marks)"
+    tests "$marks and $everywhere" || failed="$failed tests($marks)"
+done
 if [ -n "$failed" ]; then
-    printf '== FAILED, whatever the tests find now:%s\n' "$failed" >&2
+    printf '== FAILED:%s\n' "$failed" >&2
+    exit 1
 fi
-printf '== pytest\n'
-# Several workers, so that what they print and --pdb take "-n 0" behind this command.
-.venv/bin/pytest -m "not gpu and not slurm and not msrun" --numprocesses "$workers" --dist worksteal "$@"
-[ -z "$failed" ]
