@@ -5,12 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.jobs import ROOT, environment
 
 
-@pytest.mark.slow
 def test_pdb_stops_inside_a_reward_function_of_the_quickstart(tmp_path):
     reward = tmp_path / "rewards.py"
     reward.write_text("def fn(completions, **columns):\n    breakpoint()\n    return [0.0] * len(completions)\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -120,8 +121,16 @@ def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
 
 
 @pytest.mark.ranks
+def test_a_job_in_a_folder_that_another_process_holds_is_refused_on_all_its_ranks(tmp_path):
+    folder = tmp_path / "run"
+    with held(folder):
+        error = refused(run_job("train", tiny_config(tmp_path), f"run.dir={folder}", ranks=2))
+    assert f"in use by process {os.getpid()} on " in error and "set run.dir to another" in error
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
-def test_a_second_job_in_a_folder_is_refused_on_all_its_ranks(tmp_path):
+def test_a_second_job_in_a_folder_is_refused_and_does_not_disturb_the_first(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     reward = tmp_path / "slow.py"
     reward.write_text(SLOW_REWARD)

@@ -12,7 +12,7 @@ import pytest
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.log import MetricsLog, SampleRecord
 from spmdrl.observability.trackers import TrackedRun
-from tests.support.jobs import ROOT, environment, finished, job_command, tiny_config
+from tests.support.jobs import ROOT, environment, finished, run_job, tiny_config
 
 RUN = TrackedRun("run 7", "sums", {"optim": {"lr": 1e-3}, "seed": 0})
 HOSTILE = "12\x1b[2J </script> ![x](http://x/y.png)\n# head"
@@ -53,16 +53,18 @@ def test_tensorboard_has_scalars_config_labels_and_samples(tmp_path: Path):
     assert "\x1b" not in texts("samples/0")[0][1] and "\\x1b[2J" in texts("samples/0")[0][1]
 
 
-@pytest.mark.slow
-def test_a_job_sends_config_labels_and_samples_to_wandb_and_goes_on_in_the_same_run(tmp_path: Path):
+def with_wandb_standin() -> None:
+    sys.path.insert(0, str(ROOT / "tests/support/wandb_standin"))
+
+
+def test_a_job_sends_config_labels_and_samples_to_wandb_and_goes_on_in_the_same_run(tmp_path: Path, monkeypatch):
     calls = tmp_path / "calls.jsonl"
-    env = environment(WANDB_STANDIN_FILE=str(calls))
-    env["PYTHONPATH"] = f"{ROOT / 'tests/support/wandb_standin'}:{env['PYTHONPATH']}"
+    monkeypatch.setenv("WANDB_STANDIN_FILE", str(calls))
     labels = ["log.project=sums"]
     settings = ["log.backends=[jsonl,wandb]", *labels, f"run.dir={tmp_path / 'run 7'}", "checkpoint.interval=1"]
     for num_steps in (2, 3):
-        command = job_command("train", tiny_config(tmp_path), *settings, f"train.max_steps={num_steps}")
-        job = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+        steps = f"train.max_steps={num_steps}"
+        job = run_job("train", tiny_config(tmp_path), *settings, steps, prepare=with_wandb_standin)
         assert "wandb fails" not in finished(job).stderr
     made = [json.loads(line) for line in calls.read_text().splitlines()]
     first, second = [line["init"] for line in made if "init" in line]
