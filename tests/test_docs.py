@@ -1,0 +1,59 @@
+"""Pages of the documentation: links that lead somewhere, and a results page that stays short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+LINK = re.compile(r"\]\(([^)\s]*)\)")
+HEADING = re.compile(r"^#+ (.+)$")
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines outside code blocks."""
+    in_code = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            yield number, line
+
+
+def anchor(heading: str) -> str:
+    """The fragment that GitHub gives a heading."""
+    text = LINK.sub("]", heading).lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    return {anchor(found[1]) for _, line in prose(page) if (found := HEADING.match(line))}
+
+
+def leads_nowhere(page: Path, target: str) -> bool:
+    path, _, fragment = target.partition("#")
+    aim = page.parent / path if path else page
+    return not aim.exists() or bool(fragment) and fragment not in anchors(aim)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_between_pages_lead_to_a_file_and_a_heading(page: Path) -> None:
+    targets = [target for _, line in prose(page) for target in LINK.findall(line) if "://" not in target]
+    assert not [target for target in targets if leads_nowhere(page, target)]
+
+
+def test_results_is_tables_and_stays_short() -> None:
+    assert len((ROOT / "docs/results.md").read_text(encoding="utf-8").splitlines()) <= 250
+
+
+def test_the_notebook_lists_each_of_its_pages() -> None:
+    index = (ROOT / "docs/notebook/README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in ROOT.glob("docs/notebook/*.md") if f"({page.name})" not in index + "(README.md)"]
