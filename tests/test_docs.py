@@ -1,4 +1,4 @@
-"""Pages of the documentation: links that lead somewhere, and a results page that stays short."""
+"""Pages of the documentation: lines that fit a screen, and links that lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+# Made from the code.
+GENERATED = {"config.md"}
+WIDTH = 120
 LINK = re.compile(r"\]\(([^)\s]*)\)")
+CODE = re.compile(r"`[^`]*`")
 HEADING = re.compile(r"^#+ (.+)$")
 
 
@@ -22,6 +26,12 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             in_code = not in_code
         elif not in_code:
             yield number, line
+
+
+def too_long(line: str) -> bool:
+    """True for a line that a space within its width could break. Rows of tables and code spans aren't broken."""
+    breakable = CODE.sub(lambda span: "x" * len(span[0]), line).strip()
+    return len(line) > WIDTH and not breakable.startswith("|") and " " in breakable[:WIDTH]
 
 
 def anchor(heading: str) -> str:
@@ -42,6 +52,12 @@ def leads_nowhere(page: Path, target: str) -> bool:
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=name_of)
+def test_lines_of_a_page_are_wrapped(page: Path) -> None:
+    long = [f"{name_of(page)}:{number}: {len(line)} characters" for number, line in prose(page) if too_long(line)]
+    assert not long, f"wrap these lines at {WIDTH} characters"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
