@@ -73,3 +73,10 @@ def test_results_is_tables_and_stays_short() -> None:
 def test_the_notebook_lists_each_of_its_pages() -> None:
     index = (ROOT / "docs/notebook/README.md").read_text(encoding="utf-8")
     assert not [page.name for page in ROOT.glob("docs/notebook/*.md") if f"({page.name})" not in index + "(README.md)"]
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_are_there(name: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
+    files = [f"/{path.relative_to(ROOT)}" for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert named and not [file for file in named if not any(there.endswith(f"/{file}") for there in files)]
