@@ -6,10 +6,12 @@ import importlib.util
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS
 from tests.support.jobs import run_job, tiny_config
 
 REFUSED = [
@@ -141,13 +143,27 @@ def command_lines() -> list[str]:
     return lines
 
 
+def be_late(rank: int) -> None:
+    """Start one rank after another one's patience is over."""
+    if os.environ.get("RANK") == str(rank):
+        time.sleep(OTHER_RANKS_WAIT_SECONDS + 2)
+
+
+UNFIT = (
+    "resources.update.data=3",
+    "resources.update.data 3 does not divide the job's 2 ranks; set it to one of [1, 2]",
+)
+UNKNOWN = ("optim.rl=1", "optim.rl")
+
+
 @pytest.mark.ranks
-def test_a_layout_that_does_not_fit_two_ranks_is_told_once(tmp_path):
-    config = tiny_config(tmp_path)
-    job = run_job("train", config, "resources.update.data=3", f"run.dir={tmp_path / 'run'}", ranks=2, timeout=60)
-    assert job.returncode != 0
-    assert job.stderr.count("resources.update.data 3 does not divide the job's 2 ranks") == 1, job.stderr
-    assert "set it to one of [1, 2]" in job.stderr
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("setting", "words"), [UNFIT, UNKNOWN])
+def test_what_all_ranks_find_wrong_is_shown_once_however_late_one_of_them_is(tmp_path, setting, words, late):
+    run = [tiny_config(tmp_path), setting, f"run.dir={tmp_path / 'run'}"]
+    job = run_job("train", *run, ranks=2, timeout=60, prepare=partial(be_late, late))
+    assert job.returncode == 2
+    assert job.stderr.count("spmdrl: ") == 1 and job.stderr.count(words) == 1, job.stderr
 
 
 def test_a_checkpoint_folder_of_another_run_is_refused(tmp_path):

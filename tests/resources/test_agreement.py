@@ -77,6 +77,36 @@ def test_every_rank_is_refused_with_the_difference():
     assert len(set(told)) == 1 and "seed: 0 on ranks 0-1, 1 on rank 2;" in told[0]
 
 
+def test_rank_0_shows_why_ranks_are_refused_before_another_one_can_end(capsys):
+    store, shown = dist.HashStore(), []
+
+    def work(launch: LaunchEnvironment) -> dist.Store:
+        try:
+            return meet(store, launch, {"seed": str(launch.rank)}, timeout_seconds=20)
+        finally:
+            if launch.rank == 1:
+                shown.append(capsys.readouterr().err)
+
+    told = outcomes(work, size=2)
+    assert shown == [f"spmdrl: {told[0]}\n"] and told[0] == told[1]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rank", "source", "is_shown"), [(1, "torchrun", True), (2, "torchrun", False),
+                                                          (3, "torchrun", True), (2, "srun", True)])  # fmt: skip
+def test_a_refusal_is_on_each_nodes_screen_once(rank, source, is_shown):
+    store = dist.HashStore()
+    nodes = LaunchEnvironment(world_size=4, local_world_size=2, source=source)
+
+    def work(launch: LaunchEnvironment) -> bool:
+        one = replace(nodes, rank=launch.rank, local_rank=launch.rank % 2)
+        with pytest.raises(StartRefused) as refused:
+            meet(store, one, {"seed": str(launch.rank)}, timeout_seconds=20)
+        return refused.value.is_shown
+
+    assert outcomes(work, size=4)[rank] == is_shown
+
+
 def test_a_rank_that_cannot_start_ends_the_others_with_its_cause():
     store = dist.HashStore()
 

@@ -93,16 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_launcher()
     remove_empty_folders()
     try:
-        with start_up():
-            launch = read_launch_environment(os.environ)
-        return _run(arguments, launch)
-    except StartRefused as error:
-        _wait_for_rank_0(launch.rank)
-        return _refuse(error, launch.rank)
-    except ConfigError as error:
-        # Verbs that join no other rank end without refusing for them.
-        others = launch if arguments[:1] and arguments[0] in _JOINING_VERBS else LaunchEnvironment()
-        return _refuse_alone(error, launch.rank, others)
+        try:
+            with start_up():
+                launch = read_launch_environment(os.environ)
+            return _run(arguments, launch)
+        except StartRefused as refusal:
+            return _refuse(refusal, launch)
+        except ConfigError as error:
+            return _refuse_all(error, launch, is_joining=bool({*arguments[:1]} & {*_JOINING_VERBS}))
     except KeyboardInterrupt:
         # Ctrl-C reaches all ranks; once they work together, those that notice it second end by PeerFailed.
         if launch.rank == 0:
@@ -127,7 +125,7 @@ def _help(names: Sequence[str]) -> int:
     try:
         show("\n".join(map(help_page, names)) if names else usage(), end="")
     except ConfigError as error:
-        return _refuse(error, rank=0)
+        return _refuse(error, LaunchEnvironment())
     return 0
 
 
@@ -282,32 +280,28 @@ def _standard_input() -> str:
         raise ConfigError(f"standard input isn't UTF-8: byte 0x{content[error.start]:02x} at {error.start}") from error
 
 
-def _refuse(error: ValueError, rank: int) -> int:
-    name = "spmdrl" if rank == 0 else f"spmdrl: rank {rank}"
-    show(f"{name}: {error}", stream=sys.stderr)
+def _refuse(error: ConfigError | StartRefused, launch: LaunchEnvironment, *, is_own: bool = False) -> int:
+    """Show why the job can't start, once per screen. `is_own`: no other rank shows it sooner or later."""
+    name = "spmdrl" if launch.rank == 0 else f"spmdrl: rank {launch.rank}"
+    is_shown = isinstance(error, StartRefused) and error.is_shown
+    if launch.rank and (is_shown or not is_own):
+        # A launcher ends the ranks of its node as soon as one of them has failed.
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+    if not is_shown:
+        show(f"{name}: {error}", stream=sys.stderr)
     write_error_file(f"{name}: {error}", 2)
     return 2
 
 
-def _refuse_alone(error: ConfigError, rank: int, others: LaunchEnvironment) -> int:
+def _refuse_all(error: ConfigError, launch: LaunchEnvironment, *, is_joining: bool) -> int:
     """Refuse what this rank found by itself, and have the other ranks end with it."""
-    started = time.monotonic()
-    if rank == 0:
-        _refuse(error, rank)
-    is_shown_by_rank_0 = False
+    if launch.rank == 0:
+        _refuse(error, launch)
+    if launch.world_size == 1 or not is_joining:
+        # Verbs that join no other rank end without refusing for them.
+        return 2 if launch.rank == 0 else _refuse(error, launch)
     # Imported only now, since it brings torch with it, which one rank's refusal doesn't need.
-    if others.world_size > 1:
-        from spmdrl.resources.world import refuse_all
+    from spmdrl.resources.world import refuse_all
 
-        is_shown_by_rank_0 = refuse_all(others, str(error))
-    # Not before rank 0 has printed: a launcher ends the other ranks as soon as one of them has failed.
-    _wait_for_rank_0(rank, None if is_shown_by_rank_0 else started)
-    if rank != 0 and not is_shown_by_rank_0:
-        _refuse(error, rank)
-    return 2
-
-
-def _wait_for_rank_0(rank: int, since: float | None = None) -> None:
-    if rank != 0:
-        already = 0.0 if since is None else time.monotonic() - since
-        time.sleep(max(0.0, OTHER_RANKS_WAIT_SECONDS - already))
+    refusal = refuse_all(launch, str(error))
+    return 2 if launch.rank == 0 else _refuse(refusal, launch, is_own=True)

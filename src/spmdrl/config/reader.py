@@ -17,6 +17,7 @@ from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, aliases_of_ve
 from spmdrl.config.key_schema import describe, schema_keys
 from spmdrl.config.sources import COMMAND_LINE, override_leaves, read_file
 from spmdrl.config.verb_keys import STEPS, counterpart, is_read, summarised
+from spmdrl.runtime.launch import StartRefused
 
 T = TypeVar("T")
 _MOST_NAMES = 50
@@ -112,7 +113,7 @@ def start_up() -> Iterator[None]:
     """While a run is set up, turn the errors of bad input (ValueError, OSError) into ConfigError."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, StartRefused):
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,13 +20,15 @@ from spmdrl.resources.startup.rendezvous import Meeting, Network, meet_at_store
 from spmdrl.runtime.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.runtime.network.gate import Gate
 from spmdrl.runtime.network.sockets import LOOPBACK, closing_new_listeners
+from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.ending import FirstFailure, PeerFailed, cause_of
 from spmdrl.runtime.supervision.first_failure import find_first, peers_of, publish_process, wait_for_all
 from spmdrl.runtime.supervision.stop_request import Stopped, request
 from spmdrl.runtime.supervision.watch import Watch, WatchConfig
 
-# How long a rank that can't start itself looks for the others.
+# How long rank 0 that can't start looks for the others, and how long those look for rank 0, which shows their reason.
 _REFUSAL_SECONDS = 5.0
+_START_SECONDS = 300.0
 _LINGER_SECONDS = 5.0
 # Where no rank has failed, others may be in the middle of whatever a start-up takes. Launchers kill after 30 s.
 _STOP_LINGER_SECONDS = 10.0
@@ -112,8 +115,9 @@ def open_world(
     try:
         found = find_device(device, launch.device_index)
     except ValueError as error:
-        refuse_all(launch, str(error), network)
-        raise StartRefused(str(error)) from error
+        if launch.rank == 0:
+            show(f"spmdrl: {error}", stream=sys.stderr)
+        raise refuse_all(launch, str(error), network) from error
     found.select()
     if found.is_cpu:
         return_large_blocks()
@@ -181,7 +185,8 @@ def _blaming_the_first(world: World) -> Iterator[None]:
         if isinstance(failure, Stopped) and failure.is_agreed:
             raise
         first = world.first_failure(failure)
-        if first.rank != world.rank:
+        # Of a refusal each rank knows whether its screen has it.
+        if first.rank != world.rank and not isinstance(failure, StartRefused):
             raise PeerFailed(first) from failure
         raise
 
@@ -204,25 +209,29 @@ def _closed_at_end(gate: Gate | None, rank: int) -> Iterator[None]:
             gate.close(wait_seconds=linger_seconds)
 
 
-def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> bool:
-    """Have the other ranks, which wait for this one, end with the reason why it can't start.
+def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> StartRefused:
+    """Have the other ranks end with the reason why this one can't start; return what this one raises.
 
-    Returns whether rank 0 ends the job with that reason, as it also does where it can't start for the same one.
-    Once ranks have met, none waits: then the failure that ends the world is the reason. Several nodes share their
-    secret in the run's folder: without a `network` that names it, other nodes only find this rank missing.
+    Rank 0 has shown the reason before; another rank shows it where rank 0 doesn't end the job with it, as it also does
+    where it can't start for the same one. Once ranks have met, none waits: then the failure that ends the world is the
+    reason. Several nodes share their secret in the run's folder: without a `network` that names it, other nodes only
+    find this rank missing, and the first rank of a node shows what all of them find.
     """
+    is_first = launch.rank == 0
     if launch.world_size == 1 or _has_met:
-        return False
+        return StartRefused(reason, is_shown=is_first)
+    seconds = _REFUSAL_SECONDS if is_first else _START_SECONDS
     # Whatever happens here, the reason itself is what this rank ends with.
     try:
-        meeting = meet_at_store(launch, timedelta(seconds=_REFUSAL_SECONDS), network or Network())
+        meeting = meet_at_store(launch, timedelta(seconds=seconds), network or Network())
         with _closed_at_end(meeting.gate, launch.rank):
-            meet(meeting.store, launch, {}, timeout_seconds=_REFUSAL_SECONDS, refusal=reason)
+            meet(meeting.store, launch, {}, timeout_seconds=seconds, refusal=reason)
     except StartRefused as verdict:
-        return reason in str(verdict)
+        if verdict.is_shown or reason in str(verdict):
+            return verdict
     except RuntimeError:
         pass
-    return False
+    return StartRefused(reason, is_shown=is_first or (launch.node_rank > 0 and launch.local_rank > 0))
 
 
 def make_deterministic() -> None:

@@ -15,7 +15,12 @@ Launcher = Literal["python", "torchrun", "srun", "msrun"]
 
 
 class StartRefused(ValueError):
-    """Why this job can't start, found when its ranks met; the same on every rank."""
+    """Why this job can't start, found when its ranks met."""
+
+    def __init__(self, text: str, *, is_shown: bool = False):
+        super().__init__(text)
+        self.is_shown = is_shown
+        """whether this rank's screen has it already, or another rank puts it there"""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
+from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.ending import reason_of_stop, stop_cause
-from spmdrl.runtime.supervision.stop_request import Stopped
+from spmdrl.runtime.supervision.stop_request import Stopped, request
 
 Facts = Mapping[str, str]
 """name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""
@@ -67,9 +69,9 @@ def meet(
 ) -> dist.Store:
     """Wait until all ranks are here and agree; returns the part of the store that belongs to this attempt of the job.
 
-    Raises StartRefused on every rank when facts differ, when a rank brings a `refusal` (why it can't start), or when
-    ranks are missing after `timeout_seconds`; Stopped where one is asked to stop. All ranks call it, each at its own
-    time.
+    Raises StartRefused on every rank when facts differ, when a rank brings a `refusal` (why it can't start; rank 0 has
+    shown its own), or when ranks are missing after `timeout_seconds`; Stopped where one is asked to stop. All ranks
+    call it, each at its own time.
     """
     if launch.world_size == 1:
         return store
@@ -78,7 +80,10 @@ def meet(
         own = dist.PrefixStore(attempt, store)
         store.set(ATTEMPT_KEY, attempt)
         try:
-            _publish(own, launch.rank, facts, refusal)
+            if refusal is not None:
+                _end_all(own, launch, refusal, min(_NOTICE_SECONDS, timeout_seconds))
+                raise StartRefused(refusal, is_shown=True)
+            _publish(own, launch.rank, facts, None)
             _judge(own, launch, timeout_seconds)
         except Stopped as stopped:
             if not stopped.is_agreed:
@@ -103,7 +108,7 @@ def agree(store: dist.Store, launch: LaunchEnvironment, topic: str, facts: Facts
         return
     if not _wait_until(lambda: own.check([_VERDICT]), _waited_by_others(timeout_seconds)):
         raise StartRefused(f"rank 0 has not compared {topic} after {timeout_seconds:g} s; look for its last output")
-    _accept_verdict(own)
+    _accept_verdict(own, launch)
 
 
 def _publish(own: dist.Store, rank: int, facts: Facts, refusal: str | None) -> None:
@@ -111,7 +116,7 @@ def _publish(own: dist.Store, rank: int, facts: Facts, refusal: str | None) -> N
     own.set(f"facts/{rank}", content)
     own.set(f"digest/{rank}", hashlib.sha256(content.encode()).hexdigest())
     if refusal is not None:
-        own.set(_REFUSAL, f"rank {rank} can't start: {refusal}" if rank else refusal)
+        own.set(_REFUSAL, f"rank {rank} can't start: {refusal}")
     own.add("published", 1)
 
 
@@ -133,20 +138,27 @@ def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -
     if problem is None:
         own.set(_VERDICT, _AGREED)
         return
+    if reason_of_stop(problem) is None:
+        # Before another rank can end with it, after which the launcher ends this one.
+        show(f"spmdrl: {problem}", stream=sys.stderr)
     _end_all(own, launch, problem, min(_NOTICE_SECONDS, timeout_seconds))
-    raise _end_by(problem)
+    raise _end_by(problem, launch)
 
 
 def _end_all(own: dist.Store, launch: LaunchEnvironment, problem: str, notice_seconds: float = _NOTICE_SECONDS) -> None:
     """Publish why the job can't start, and return once all others have read it, or `notice_seconds` later."""
+    # The launcher's request once another rank has ended isn't the cause.
+    request.begin_leaving()
     own.set(_VERDICT, problem.encode())
     _wait_until(lambda: own.add(_NOTICED, 0) >= launch.world_size - 1, notice_seconds)
 
 
-def _end_by(problem: str) -> StartRefused | Stopped:
-    """What every rank raises for it."""
+def _end_by(problem: str, launch: LaunchEnvironment) -> StartRefused | Stopped:
+    """What every rank raises for it. Rank 0 has shown it; srun's nodes share one screen, others have their own."""
     reason = reason_of_stop(problem)
-    return StartRefused(problem) if reason is None else Stopped(reason, "", is_agreed=True)
+    if reason is not None:
+        return Stopped(reason, "", is_agreed=True)
+    return StartRefused(problem, is_shown=launch.node_rank == 0 or launch.local_rank > 0 or launch.source == "srun")
 
 
 def _groups(own: dist.Store, size: int) -> list[Alike]:
@@ -191,24 +203,25 @@ def _join(
         raise
     except RuntimeError as error:
         # The store's host has ended.
-        cause = (old_verdict or b"rank 0 or its launcher has ended; look at its output").decode()
-        raise StartRefused(cause) from error
+        if old_verdict not in (None, _AGREED):
+            raise _end_by(old_verdict.decode(), launch) from error
+        raise StartRefused("rank 0 or its launcher has ended; look at its output") from error
     if not is_complete:
         raise StartRefused(
             f"rank 0 has not started after {timeout_seconds:g} s; look at its output, "
             "or raise resources.start_timeout_seconds where starting is slow"
         )
     if old_verdict is not None:
-        raise _end_by(old_verdict.decode())
-    _accept_verdict(own)
+        raise _end_by(old_verdict.decode(), launch)
+    _accept_verdict(own, launch)
     return own
 
 
-def _accept_verdict(own: dist.Store) -> None:
+def _accept_verdict(own: dist.Store, launch: LaunchEnvironment) -> None:
     verdict = own.get(_VERDICT)
     own.add(_NOTICED, 1)
     if verdict != _AGREED:
-        raise _end_by(verdict.decode())
+        raise _end_by(verdict.decode(), launch)
 
 
 def _waited_by_others(timeout_seconds: float) -> float:
