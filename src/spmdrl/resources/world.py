@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from spmdrl.resources.device import Device, find_device
 from spmdrl.resources.memory import return_large_blocks
-from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY, Facts, agree, meet
-from spmdrl.resources.startup.rendezvous import Meeting, Network, meet_at_store
+from spmdrl.resources.startup.rank_agreement import Facts, agree, meet
+from spmdrl.resources.startup.rendezvous import Network, meet_at_store
 from spmdrl.runtime.launch import LaunchEnvironment, StartRefused, read_launch_environment
 from spmdrl.runtime.network.gate import Gate
 from spmdrl.runtime.network.sockets import LOOPBACK, closing_new_listeners
@@ -124,9 +124,11 @@ def open_world(
     meeting = meet_at_store(launch, timedelta(seconds=start_timeout_seconds), network or Network())
     with _closed_at_end(meeting.gate, launch.rank):
         facts = {**(facts or {}), "the kind of device": found.kind}
-        store = meet(meeting.store, launch, facts, timeout_seconds=start_timeout_seconds)
+        store = meeting.store
+        meet(store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
-        beside = _connected_beside(meeting, store, launch)
+        # Made while rank 0 waits for all; later, it would wait for one that was lost.
+        beside = meeting.beside or (store.clone() if launch.world_size > 1 else None)
         store.set_timeout(timedelta(seconds=timeout_seconds))
         world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address, beside)
         try:
@@ -139,16 +141,6 @@ def open_world(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def _connected_beside(meeting: Meeting, store: dist.Store, launch: LaunchEnvironment) -> dist.Store | None:
-    """A second connection to the store, made while rank 0 waits for all; later, it would wait for one that was lost."""
-    if launch.world_size == 1:
-        return None
-    if meeting.beside is None:
-        return store.clone()
-    # Its keys are those of this attempt too.
-    return dist.PrefixStore(meeting.store.get(ATTEMPT_KEY).decode(), meeting.beside)
 
 
 def connect(world: World, timeout_seconds: float) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +22,12 @@ from spmdrl.runtime.supervision.stop_request import Stopped, request
 Facts = Mapping[str, str]
 """name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""
 
-ATTEMPT_KEY = "spmdrl/attempt"
-"""where rank 0 names its attempt, in whichever store ranks meet"""
-
 _REFUSAL = "refusal"
 _VERDICT = "verdict"
 _NOTICED = "noticed"
 _AGREED = b"agreed"
 _LONGEST_PAUSE_SECONDS = 0.2
-# For which a refusing rank keeps the store open, so that others read why, and doubtful verdicts are watched.
+# For which a refusing rank keeps the store open, so that others read why.
 _NOTICE_SECONDS = 5.0
 _GRACE_SECONDS = 10.0
 # Ranks whose facts are compared in full; each further one differs too, and reading it would name nothing new.
@@ -66,32 +62,33 @@ def difference(groups: Sequence[Alike]) -> str | None:
 
 def meet(
     store: dist.Store, launch: LaunchEnvironment, facts: Facts, *, timeout_seconds: float, refusal: str | None = None
-) -> dist.Store:
-    """Wait until all ranks are here and agree; returns the part of the store that belongs to this attempt of the job.
+) -> None:
+    """Wait until all ranks are here and agree, in a store that only this attempt of the job has.
 
     Raises StartRefused on every rank when facts differ, when a rank brings a `refusal` (why it can't start; rank 0 has
     shown its own), or when ranks are missing after `timeout_seconds`; Stopped where one is asked to stop. All ranks
     call it, each at its own time.
     """
     if launch.world_size == 1:
-        return store
-    if launch.rank == 0:
-        attempt = secrets.token_hex(8)
-        own = dist.PrefixStore(attempt, store)
-        store.set(ATTEMPT_KEY, attempt)
-        try:
-            if refusal is not None:
-                _end_all(own, launch, refusal, min(_NOTICE_SECONDS, timeout_seconds))
-                raise StartRefused(refusal, is_shown=True)
+        return
+    own = dist.PrefixStore("start", store)
+    try:
+        if launch.rank == 0 and refusal is not None:
+            _end_all(own, launch, refusal, min(_NOTICE_SECONDS, timeout_seconds))
+            raise StartRefused(refusal, is_shown=True)
+        if launch.rank == 0:
             _publish(own, launch.rank, facts, None)
             _judge(own, launch, timeout_seconds)
-        except Stopped as stopped:
-            if not stopped.is_agreed:
-                _end_all(own, launch, stop_cause(stopped.reason))
-            raise
-        return own
-    waited = timeout_seconds if refusal is not None else _waited_by_others(timeout_seconds)
-    return _join(store, launch, facts, waited, refusal)
+        else:
+            waited = timeout_seconds if refusal is not None else _waited_by_others(timeout_seconds)
+            _join(own, launch, facts, waited, refusal)
+    except Stopped as stopped:
+        if launch.rank == 0 and not stopped.is_agreed:
+            _end_all(own, launch, stop_cause(stopped.reason))
+        elif not stopped.is_agreed:
+            own.set(_REFUSAL, stop_cause(stopped.reason))
+            own.add(_NOTICED, 1)
+        raise
 
 
 def agree(store: dist.Store, launch: LaunchEnvironment, topic: str, facts: Facts, *, timeout_seconds: float) -> None:
@@ -170,51 +167,21 @@ def _groups(own: dist.Store, size: int) -> list[Alike]:
 
 
 def _join(
-    store: dist.Store, launch: LaunchEnvironment, facts: Facts, timeout_seconds: float, refusal: str | None
-) -> dist.Store:
-    """Every other rank's part: publish under rank 0's attempt, and wait for the verdict.
-
-    A restarted job may find an earlier attempt in the store, and publishes anew once rank 0 has begun its own.
-    """
-    attempt, own, since = "", store, 0.0
-    # Decided before this rank came: most likely in an earlier attempt, as rank 0 agrees when all came.
-    old_verdict: bytes | None = None
-
-    def is_decided() -> bool:
-        nonlocal attempt, own, since, old_verdict
-        if not store.check([ATTEMPT_KEY]):
-            return False
-        if (found := store.get(ATTEMPT_KEY).decode()) != attempt:
-            attempt, own, since = found, dist.PrefixStore(found, store), time.monotonic()
-            old_verdict = own.get(_VERDICT) if own.check([_VERDICT]) else None
-            _publish(own, launch.rank, facts, refusal)
-            if old_verdict is not None:
-                own.add(_NOTICED, 1)
-        if old_verdict is not None:
-            return old_verdict != _AGREED and time.monotonic() - since > _NOTICE_SECONDS
-        return own.check([_VERDICT])
-
+    own: dist.Store, launch: LaunchEnvironment, facts: Facts, timeout_seconds: float, refusal: str | None
+) -> None:
+    """Every other rank's part: publish, and wait for the verdict."""
     try:
-        is_complete = _wait_until(is_decided, timeout_seconds)
-    except Stopped as stopped:
-        if attempt and old_verdict is None:
-            own.set(_REFUSAL, stop_cause(stopped.reason))
-            own.add(_NOTICED, 1)
-        raise
+        _publish(own, launch.rank, facts, refusal)
+        is_decided = _wait_until(lambda: own.check([_VERDICT]), timeout_seconds)
     except RuntimeError as error:
         # The store's host has ended.
-        if old_verdict not in (None, _AGREED):
-            raise _end_by(old_verdict.decode(), launch) from error
         raise StartRefused("rank 0 or its launcher has ended; look at its output") from error
-    if not is_complete:
+    if not is_decided:
         raise StartRefused(
             f"rank 0 has not started after {timeout_seconds:g} s; look at its output, "
             "or raise resources.start_timeout_seconds where starting is slow"
         )
-    if old_verdict is not None:
-        raise _end_by(old_verdict.decode(), launch)
     _accept_verdict(own, launch)
-    return own
 
 
 def _accept_verdict(own: dist.Store, launch: LaunchEnvironment) -> None:

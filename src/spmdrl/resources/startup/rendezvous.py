@@ -20,7 +20,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.startup.rank_agreement import ATTEMPT_KEY
 from spmdrl.runtime.launch import LaunchEnvironment, StartRefused
 from spmdrl.runtime.network.gate import STORE, Address, Gate, Target
 from spmdrl.runtime.network.link import NoSecret
@@ -28,7 +27,7 @@ from spmdrl.runtime.network.network_interface import choose_interface
 from spmdrl.runtime.network.secret import VARIABLE, read_or_make_secret, secret_file
 from spmdrl.runtime.network.sockets import LOOPBACK, Door
 
-_GATE_KEY = "spmdrl/gate"
+_GATE_KEY, _TRUSTED_KEY = "spmdrl/gate", "spmdrl/trusted"
 _PAUSE_SECONDS = 0.1
 # For which another secret may answer: an earlier attempt's rank 0 or a stranger may have been faster.
 _DOUBT_SECONDS = 10.0
@@ -102,12 +101,15 @@ def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
         host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
         url = f"tcp://{host}:{launch.master_port}"
         store, _, _ = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
+    if launch.rank == 0:
+        store.set(_TRUSTED_KEY, "")
     deadline = time.monotonic() + timeout.total_seconds()
-    while launch.rank != 0 and not store.check([ATTEMPT_KEY]) and time.monotonic() < deadline:
+    while not store.check([_TRUSTED_KEY]) and time.monotonic() < deadline:
         if store.check([_GATE_KEY]):
             raise StartRefused(_disagreement(launch.rank, trusted=True))
         time.sleep(_PAUSE_SECONDS)
-    return store
+    # The launcher's store outlives its ranks.
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
@@ -163,7 +165,7 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
     deadline = time.monotonic() + timeout.total_seconds()
     doubted_since: float | None = None
     while True:
-        if board is not None and board.check([ATTEMPT_KEY]):
+        if board is not None and board.check([_TRUSTED_KEY]):
             raise StartRefused(_disagreement(launch.rank, trusted=False))
         problem = "it hasn't written where it listens"
         address = _announced(board) if board else _at_masters_port(launch)
