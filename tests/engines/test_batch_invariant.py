@@ -21,6 +21,7 @@ from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
+from tests.engines.models.support import no_cpu_library
 from tests.engines.training.tiny import CONFIG, LATENT, OPTIM, SPARSE, part_of
 from tests.support.ranks import run_ranks
 
@@ -99,3 +100,8 @@ def check_same_bits(world: World, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_generator_and_trainer_agree_to_the_last_bit(name):
     run_ranks(1, check_same_bits, name)
+
+
+def test_a_machine_without_a_compiler_is_refused():
+    with no_cpu_library(), pytest.raises(ValueError, match="can't be built here.*set debug.batch_invariant to false"):
+        compute_batch_invariantly()

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from spmdrl.engines.models.kernels import invariant, plain
-from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.nouns.batch import offsets_of
 
 
 @pytest.fixture(autouse=True)
@@ -19,75 +17,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def no_library(monkeypatch):
-    monkeypatch.setattr(invariant, "library_for", lambda *tensors: None)
-
-
-def heads_of(length: int, *, kv_heads: int = 2, head_size: int = 16, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (4, head_size), (kv_heads, head_size), (kv_heads, head_size)
-    return [torch.randn(length, *size, generator=generator) for size in sizes]
-
-
-LENGTHS = [1, 3, 16, 17, 33, 63, 65, 97, 128, 129, 130, 191, 193, 200, 257, 300, 386, 513, 770]
-
-
-def whole_attention(rows: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [invariant.packed_attention(*row, PackedRows(offsets_of([len(row[0])]))) for row in rows]
-
-
-@pytest.mark.usefixtures("no_library")
-@pytest.mark.parametrize(("kv_heads", "head_size"), [(4, 8), (2, 16), (1, 64), (2, 24), (4, 6)])
-def test_a_query_has_the_bits_of_its_whole_row_alone_and_beside_others(kv_heads, head_size):
-    rows = [heads_of(length, kv_heads=kv_heads, head_size=head_size, seed=length) for length in LENGTHS]
-    whole = whole_attention(rows)
-    packed = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-    assert torch.equal(torch.cat(whole), invariant.packed_attention(*packed, PackedRows(offsets_of(LENGTHS))))
-    # As in decoding: the last query of a row, beside another, over keys with zeros or another row's leftovers behind.
-    for (length, row, expected), filler in itertools.product(zip(LENGTHS, rows, whole, strict=True), (0.0, 3.0)):
-        width = invariant.key_width(length)
-        q, k, v = (torch.stack([heads, heads.flip(0)]).transpose(1, 2) for heads in row)
-        k, v = (F.pad(heads, (0, 0, 0, width - length), value=filler) for heads in (k, v))
-        bias = torch.zeros(width).masked_fill(torch.arange(width) >= length, -torch.inf)[None, None, None]
-        # Query heads that share a key head come as its queries.
-        decoded = invariant.masked_attention(q[:, :, -1].unflatten(1, (kv_heads, -1)), k, v, bias)
-        assert torch.equal(decoded[0].flatten(0, 1), expected[-1]), length
-
-
-@pytest.mark.usefixtures("no_library")
-@pytest.mark.parametrize("tile", [1, 16, 32, 64])
-def test_a_row_cut_in_tiles_has_the_bits_of_the_whole(tile):
-    length = 330
-    q, k, v = heads_of(length)
-    (whole,) = whole_attention([[q, k, v]])
-    for start in range(0, length, tile):
-        stop = min(start + tile, length)
-        keys, values = (heads[:stop].transpose(0, 1)[None] for heads in (k, v))
-        mask = torch.arange(stop) <= torch.arange(start, stop)[:, None]
-        part = invariant.masked_attention(q[start:stop].transpose(0, 1)[None], keys, values, mask)
-        assert torch.equal(part[0].transpose(0, 1), whole[start:stop]), start
-
-
-def test_widths_of_keys_are_those_of_decoding_and_grow_with_the_position():
-    widths = [invariant.key_width(length) for length in range(1, 1025)]
-    assert sorted(set(widths)) == [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    assert widths == sorted(widths) and all(width >= length for length, width in enumerate(widths, start=1))
-
-
-def test_attention_and_its_gradient_are_those_of_torch():
-    lengths = [5, 70, 1, 330]
-    packed = [torch.cat(parts) for parts in zip(*(heads_of(length, seed=length) for length in lengths), strict=True)]
-    results = []
-    for attention in (invariant.packed_attention, plain.packed_attention):
-        inputs = [heads.clone().requires_grad_() for heads in packed]
-        out = attention(*inputs, PackedRows(offsets_of(lengths)))
-        out.square().sum().backward()
-        results.append([out.detach(), *(heads.grad for heads in inputs)])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [4, 13, 86, 128])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -168,7 +167,7 @@ def test_cached_positions_have_the_bits_of_whole_rows(sizes, block_size):
     # All positions of each row beside each other, as a prompt comes; then one of each row, as in decoding.
     of_rows = torch.cat([table.expand(length, -1) for table, length in zip(tables, lengths, strict=True)])
     positions = torch.cat([torch.arange(length) for length in lengths])
-    attend = partial(row_attention.cached_attention, library.cpu_library())
+    attend = row_attention.cached_attention
     found = attend(torch.cat(queries), keys, values, of_rows, (positions + 1).int())
     assert found.equal(torch.cat(whole))
     for place in (0, 5, 32, 149):

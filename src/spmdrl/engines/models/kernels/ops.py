@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, onednn, plain
 from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
+from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 
@@ -50,7 +51,15 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def compute_batch_invariantly() -> None:
-    """From now on run what gives each row the same bits whatever is computed beside it; CPUs in float32 only."""
+    """From now on run what gives each row the same bits whatever is computed beside it; CPUs in float32 only.
+
+    Raises ValueError on a machine without the CPU's library, whose attention that takes.
+    """
+    if cpu_library() is None:
+        raise ValueError(
+            "debug.batch_invariant is true, but the CPU's operations can't be built here, as was logged; install g++, "
+            "name a compiler in the environment's CXX, or set debug.batch_invariant to false"
+        )
     # Threads share a product's rows among them, until one of them has too few.
     torch.set_num_threads(1)
     for name, function in invariant.OPERATIONS.items():
@@ -160,12 +169,11 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
 def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:
     """Whether paged attention, of this dtype or at all, reads blocks where they lie instead of copying them."""
     function = TABLE["paged_attention"].get(device.type, plain.paged_attention)
-    if function in (cpu.paged_attention, invariant.paged_attention):
+    if function is cpu.paged_attention:
         return cpu.reads_pages(dtype)
     return function is not plain.paged_attention
 
 
 def reads_pages_of_a_row_once(device: torch.device) -> bool:
     """Whether paged attention of a row's consecutive positions, beside each other, reads its blocks once for them."""
-    function = TABLE["paged_attention"].get(device.type)
-    return function is invariant.paged_attention and cpu.reads_pages(torch.float32)
+    return TABLE["paged_attention"].get(device.type) is row_attention.cached_attention

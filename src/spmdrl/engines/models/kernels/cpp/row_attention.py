@@ -42,10 +42,10 @@ def _widened(heads: Tensor) -> Tensor:
     return heads.to(torch.float32) if heads.dtype == torch.bfloat16 else heads
 
 
-def cached_attention(
-    library: ctypes.CDLL, q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor
-) -> Tensor:
-    """As `ops.paged_attention`, with the bits that `packed_attention` gives the same token of a whole row."""
+def cached_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+    """As `ops.paged_attention` in float32, with the bits that `packed_attention` gives the token of a whole row."""
+    library = library_for(q_BHK, keys, values)
+    assert library is not None, "compute_batch_invariantly demands the library"
     assert keys.is_contiguous() and values.is_contiguous(), "pages lie in one piece"
     (num_rows, num_heads, key_size), (_, num_kv_heads, block_size, value_size) = q_BHK.shape, values.shape
     q_BHK, tables_BC, lengths_B = _in_runs(q_BHK), tables_BC.contiguous(), lengths_B.contiguous()
