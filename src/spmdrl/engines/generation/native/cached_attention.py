@@ -7,7 +7,6 @@ a tile.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,74 +28,11 @@ _LATER_TILE = 128
 ONE_BY_ONE = {"cpu": 64}
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """Rows beside each other whose block tables are padded to the same length."""
-
-    rows: slice
-    head_blocks_BJC: Tensor
-    bias_B11S: Tensor
-    """Added to the scores: -inf behind a row's end."""
-
-
 class DecodeAttention:
     """Attend from one new token of each row to its cached positions, the new one included; an `Attend`.
 
-    Rows are bucketed by their own length alone, so that a row is padded, and rounded, alike in every batch.
+    No size follows from what tables or lengths hold.
     """
-
-    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int]):
-        """Row b has `lengths[b]` positions in the blocks `tables[b]`, the new token's included.
-
-        Only rows beside each other share a bucket, so rows sorted by length take least time.
-        """
-        self._cache = cache
-        size = cache.shape.block_size
-        places = [
-            table[(length - 1) // size] * size + (length - 1) % size
-            for table, length in zip(tables, lengths, strict=True)
-        ]
-        self._head_places = cache.head_places(torch.tensor(places, device=cache.device))
-        widths = [_padded_width(-(-length // size)) for length in lengths]
-        self._buckets: list[_Bucket] = []
-        start = 0
-        for width, members in itertools.groupby(widths):
-            rows = slice(start, start + len(list(members)))
-            self._buckets.append(self._bucket(width, rows, tables[rows], lengths[rows]))
-            start = rows.stop
-
-    def _bucket(self, width: int, rows: slice, tables_B: Sequence[Sequence[int]], lengths_B: Sequence[int]) -> _Bucket:
-        device, size = self._cache.device, self._cache.shape.block_size
-        padded = [[*table[:width], *[SCRATCH_BLOCK] * (width - len(table))] for table in tables_B]
-        is_behind_BS = torch.arange(width * size, device=device) >= torch.tensor(lengths_B, device=device)[:, None]
-        # Not as a mask of booleans, which every layer's attention would turn into this.
-        bias_BS = torch.zeros(is_behind_BS.shape, dtype=self._cache.shape.dtype, device=device)
-        bias_BS.masked_fill_(is_behind_BS, -torch.inf)
-        head_blocks_BJC = self._cache.head_blocks(torch.tensor(padded, device=device))
-        return _Bucket(rows, head_blocks_BJC, bias_BS[:, None, None, :])
-
-    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
-        self._cache.write_heads(layer, self._head_places, k_BJK, v_BJU)
-        # Query heads that share a key head are its queries, so that it is read once for all of them.
-        q_BJFK = q_BHK.unflatten(1, (k_BJK.shape[1], -1))
-        attended = []
-        for bucket in self._buckets:
-            keys_BSJK, values_BSJU = self._cache.read_heads(layer, bucket.head_blocks_BJC)
-            attended_BJFU = ops.masked_attention(
-                q_BJFK[bucket.rows], keys_BSJK.transpose(1, 2), values_BSJU.transpose(1, 2), bucket.bias_B11S
-            )
-            attended.append(attended_BJFU.flatten(1, 2))
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-
-def _padded_width(num_blocks: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, ... that is not below: few buckets, at most half of one padded."""
-    power = 1 << max(num_blocks - 1, 0).bit_length()
-    return power * 3 // 4 if power >= 4 and num_blocks <= power * 3 // 4 else power
-
-
-class PagedDecodeAttention:
-    """The same, reading blocks where they lie; an `Attend`. No size follows from what tables or lengths hold."""
 
     def __init__(self, cache: PagedCache, tables_BC: Tensor, lengths_B: Tensor):
         """Row b has `lengths_B`[b] positions, the new token's included; both are int32 on the cache's device."""
@@ -109,16 +45,14 @@ class PagedDecodeAttention:
         self._head_places = cache.head_places(blocks_B * size + newest_B % size)
 
     @classmethod
-    def of_rows(
-        cls, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> PagedDecodeAttention:
+    def of_rows(cls, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> DecodeAttention:
         width = max(map(len, tables))
         padded = [[*table, *[SCRATCH_BLOCK] * (width - len(table))] for table in tables]
         tables_BC, lengths_B = (torch.tensor(x, dtype=torch.int32, device=cache.device) for x in (padded, lengths))
         return cls(cache, tables_BC, lengths_B)
 
     def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
-        self._cache.write_heads(layer, self._head_places, k_BJK, v_BJU)
+        self._cache.write(layer, self._head_places, k_BJK, v_BJU)
         return ops.paged_attention(q_BHK, *self._cache.stored(layer), self._tables_BC, self._lengths_B)
 
 
@@ -158,7 +92,7 @@ class PrefillAttention:
         self._cache = cache
         size = cache.shape.block_size
         places = [span.table[place // size] * size + place % size for span in spans for place in _places(span)]
-        self._places_T = torch.tensor(places, device=cache.device)
+        self._head_places = cache.head_places(torch.tensor(places, device=cache.device))
         self._tiles: list[_Tile] = []
         self._first: _FirstTokens | None = None
         self._attend_whole: PackedCausalAttention | None = None
@@ -176,7 +110,7 @@ class PrefillAttention:
         self._tiles = _tiles(spans, width or _LATER_TILE, size, cache.device, start=num_first)
 
     def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
-        self._cache.write(layer, self._places_T, k_TJK, v_TJU)
+        self._cache.write(layer, self._head_places, k_TJK, v_TJU)
         if self._attend_whole is not None:
             return self._attend_whole(layer, q_THK, k_TJK, v_TJU)
         out_THU = q_THK.new_empty(*q_THK.shape[:2], v_TJU.shape[-1])

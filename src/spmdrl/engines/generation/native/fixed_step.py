@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
-from spmdrl.engines.generation.native.cached_attention import PagedDecodeAttention
+from spmdrl.engines.generation.native.cached_attention import DecodeAttention
 from spmdrl.engines.generation.native.paged import PagedCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
@@ -180,7 +180,7 @@ class FixedStep:
         source_B, lengths_B = (integers[:, column].to(torch.int64) for column in (_SOURCE, _LENGTH))
         drawn_before_B = self._buffers.tokens_B[source_B.clamp(min=0)]
         fed_B = torch.where(source_B == _NONE, integers[:, _GIVEN].to(torch.int64), drawn_before_B)
-        attend = PagedDecodeAttention(self._cache, integers[:, _TABLE:], integers[:, _LENGTH])
+        attend = DecodeAttention(self._cache, integers[:, _TABLE:], integers[:, _LENGTH])
         logits_BV = self._logits(fed_B, lengths_B - 1, attend).float()
         columns = (column[:num_rows] for column in self._buffers.sampling.columns)
         drawn = draw(logits_BV, lengths_B, RowSampling(*columns, shape.sampling), self._never)

@@ -20,7 +20,6 @@ from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
 from spmdrl.engines.generation.native.cached_attention import (
     DecodeAttention,
-    PagedDecodeAttention,
     PrefillAttention,
     Span,
 )
@@ -79,7 +78,6 @@ class CachedDecoder:
         self._packs_weights = rollout.pack_weights
         self._device = device
         self._recorder = recorder
-        self._reads_pages = ops.reads_pages(device, dtype)
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -101,27 +99,20 @@ class CachedDecoder:
         """
         # A multiple, because a CPU's silu rounds elements that don't fill a whole vector differently from the rest.
         lacking = max(-len(fed) % _ROWS_AT_A_TIME, self._least_rows() - len(fed))
-        order = list(range(len(fed)))
-        if not self._reads_pages:
-            # Attention takes rows of similar length together.
-            order.sort(key=lambda index: fed[index].length)
-        ordered = [fed[index] for index in order]
-        lengths = [1] * lacking + [token.length for token in ordered]
-        tables = [[SCRATCH_BLOCK]] * lacking + [token.row.table for token in ordered]
-        attention = PagedDecodeAttention.of_rows if self._reads_pages else DecodeAttention
+        lengths = [1] * lacking + [token.length for token in fed]
+        tables = [[SCRATCH_BLOCK]] * lacking + [token.row.table for token in fed]
         logits_BV = self.step_logits(
-            self._tensor([0] * lacking + [token.token for token in ordered]),
+            self._tensor([0] * lacking + [token.token for token in fed]),
             self._tensor([length - 1 for length in lengths]),
-            attention(self.cache, tables, lengths),
+            DecodeAttention.of_rows(self.cache, tables, lengths),
             self._recorder,
         )
         if self._recorder is not None:
             # Unbound tokens are views: a step's choices live until its last row ends.
-            for token, choices_LC in zip(ordered, self._recorder.take()[lacking:], strict=True):
+            for token, choices_LC in zip(fed, self._recorder.take()[lacking:], strict=True):
                 assert token.row.choices is not None, f"row {token.row.row} runs without its prompt's choices"
                 token.choices = choices_LC
-        place_of = {index: place for place, index in enumerate(order, start=lacking)}
-        return logits_BV[self._tensor([place_of[index] for index in range(len(fed))])].float()
+        return logits_BV[lacking:].float()
 
     def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend, route: Route | None = None) -> Tensor:
         """Logits [B, V] of a decoding step whose inputs are on the device."""

@@ -82,19 +82,18 @@ class PagedCache:
         """Keys [blocks, J, block_size, K] and values [blocks, J, block_size, U] of a layer, where they lie."""
         return self._keys[layer], self._values[layer]
 
-    def write(self, layer: int, places_T: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
-        """Put keys and values at `places_T`, counted in tokens: block number x block size + place in the block."""
-        self.write_heads(layer, self.head_places(places_T), k_TJK, v_TJU)
-
     def head_places(self, places_T: Tensor) -> Tensor:
-        """Where the heads [T x J] of these places lie in a layer; the same in all layers."""
+        """Where the heads [T x J] of these places lie in a layer; the same in all layers.
+
+        Places count tokens: block number x block size + place in the block.
+        """
         size, num_heads = self.shape.block_size, self.shape.num_kv_heads
         blocks_T = places_T.div(size, rounding_mode="floor")
         # Of head j, place p of block b is the one numbered (b x J + j) x block size + p.
         firsts_T = blocks_T * (size * (num_heads - 1)) + places_T
         return (firsts_T[:, None] + self._heads_J * size).flatten()
 
-    def write_heads(self, layer: int, head_places: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
+    def write(self, layer: int, head_places: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
         """Put keys and values at `head_places`."""
         self._keys[layer].flatten(0, 2).index_copy_(0, head_places, k_TJK.flatten(0, 1))
         self._values[layer].flatten(0, 2).index_copy_(0, head_places, v_TJU.flatten(0, 1))
@@ -104,14 +103,8 @@ class PagedCache:
 
         Each head's positions lie together in memory, as attention reads them. The next read overwrites them.
         """
-        return self.read_heads(layer, self.head_blocks(tables_BC))
-
-    def head_blocks(self, tables_BC: Tensor) -> Tensor:
-        """Where the blocks of each head [B, J, C] lie in a layer; the same in all layers."""
-        return tables_BC[:, None, :] * self.shape.num_kv_heads + self._heads_J[:, None]
-
-    def read_heads(self, layer: int, head_blocks_BJC: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy out keys and values from `head_blocks_BJC`, as `read` does."""
+        # Where the blocks of each head lie in a layer.
+        head_blocks_BJC = tables_BC[:, None, :] * self.shape.num_kv_heads + self._heads_J[:, None]
         keys, values = (
             self._gather(number, store[layer], head_blocks_BJC)
             for number, store in enumerate((self._keys, self._values))
