@@ -83,6 +83,12 @@ def test_a_judge_without_memory_is_to_have_a_smaller_cache():
         fill_torch()
 
 
+def test_a_verb_that_only_generates_names_its_cache():
+    words = "stage generation .*lower rollout.gpu_memory_utilization"
+    with pytest.raises(OutOfMemory, match=words), explained_memory(CONFIG.rollout, CONFIG.train):
+        fill_torch()
+
+
 def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
     with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG.rollout, CONFIG.train, Where("update")):
         torch.ones(2).view(3)

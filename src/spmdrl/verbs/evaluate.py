@@ -30,7 +30,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     config, checked = loaded.value, check_run(loaded, verb="eval")
     # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():
-        with explained_memory(config.rollout, config.train, lambda: "generation"):
+        with explained_memory(config.rollout, config.train):
             evaluation, folder = _evaluate(checked, world)
         if world.is_main:
             _write_results(config, evaluation, folder, time.perf_counter() - started)

@@ -37,23 +37,23 @@ class Whereabouts(Protocol):
 
 @contextmanager
 def explained_memory(
-    rollout: RolloutConfig, train: TrainingConfig, where: Whereabouts, judge: JudgeConfig | None = None
+    rollout: RolloutConfig, train: TrainingConfig, where: Whereabouts | None = None, judge: JudgeConfig | None = None
 ) -> Iterator[None]:
-    """Raise OutOfMemory in place of an allocator's error."""
+    """Raise OutOfMemory in place of an allocator's error; `where` is None for a verb that only generates."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        stage = where.failed_stage()
+        stage = where.failed_stage() if where else WorkerState.GENERATION.value
         what = f"stage {stage}" if stage else "setting up the run"
         words = (str(error) or "no more memory").splitlines()[0]
         if judge is not None and stage == WorkerState.JUDGE.value:
             advice = f"lower reward.judge.kv_cache_gib ({judge.kv_cache_gib}), or use a smaller judge"
         else:
             advice = _advice(rollout, train, stage)
-        next_time = where.lower_limit() if stage in _TRAINING else ""
-        held = _ledger_text(where.held_memory())
+        next_time = where.lower_limit() if where and stage in _TRAINING else ""
+        held = _ledger_text(where.held_memory() if where else None)
         raise OutOfMemory(f"{what} needs more memory than there is: {advice}{next_time} ({words}){held}") from error
 
 
