@@ -93,7 +93,7 @@ def test_ppo_adapts_its_coefficient_to_the_mean_over_responses_of_their_sums():
 def test_a_target_without_a_kl_term_in_the_reward_is_refused(keys):
     with pytest.raises(ValueError, match="set algo.kl_target, or leave algo.kl_gain out"):
         PpoConfig(kl_coef=0.1, kl_gain=0.2)
-    with pytest.raises(ValueError, match="set algo.kl_coef to the one to begin with and algo.kl_in to reward"):
+    with pytest.raises(ValueError, match="set algo.kl_coef to its first value and algo.kl_in to reward"):
         PpoConfig(kl_target=3.0, **keys)
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm is: its settings, the columns it reads, how it credits rewards, and its loss.
+"""Base of algorithms: settings, columns read, credit for rewards, and the loss.
 
 Shape letters: `B` rows, `R` response tokens of those rows, packed.
 """
@@ -43,41 +43,41 @@ class Algorithm(ABC):
 
     @property
     def unit_size(self) -> int:
-        """How many rows the loss takes together, all that `select` leaves of a prompt; 1: each by itself."""
+        """Number of rows that the loss takes together, all that `select` leaves of a prompt; 1: each by itself."""
         return 1
 
     @property
     def max_refills(self) -> int:
-        """How often a step may generate more prompts in place of those that `select` leaves out as a whole.
+        """Times that a step may generate more prompts in place of those that `select` leaves out as a whole.
 
         `select` is then called during generation too, with columns of responses and rewards alone.
         """
         return 0
 
     def conflict(self, settings: CreditSettings) -> str | None:
-        """What of the algorithm's settings doesn't go with others of the run, and a way out; None where all do."""
+        """Describe a conflict of the algorithm's settings with others of the run, and a way out; None without one."""
         return None
 
     @property
     def draws_rows(self) -> bool:
-        """Whether `copies` draws the rows to train on."""
+        """True if `copies` draws the rows to train on."""
         return False
 
     @property
     def num_likeliest(self) -> int:
-        """How many of a teacher's likeliest tokens `policy_loss` rates in the place of each response token."""
+        """Number of the teacher's likeliest tokens that `policy_loss` rates in place of each response token."""
         return 0
 
     def columns_for_credit(self) -> frozenset[str]:
-        """Columns that `advantages` needs beside the reward."""
+        """Return the columns that `advantages` needs beside the reward."""
         return frozenset({"ref_logprobs", "rollout_logprobs"} if self.config.kl_in_credit else ())
 
     def columns_for_returns(self) -> frozenset[str]:
-        """Columns that `token_rewards` needs beside the reward."""
+        """Return the columns that `token_rewards` needs beside the reward."""
         return frozenset()
 
     def columns_for_loss(self, num_updates: int) -> frozenset[str]:
-        """Columns that `loss` needs when a batch is used for `num_updates` optimizer steps."""
+        """Return the columns that `loss` needs when a batch is used for `num_updates` optimizer steps."""
         columns = {"advantages"}
         if self.correction is not None or self.config.off_policy_bound is not None:
             columns.add("rollout_logprobs")
@@ -93,55 +93,55 @@ class Algorithm(ABC):
         return frozenset()
 
     def adapted(self, inputs: CreditInputs) -> Mapping[str, float]:
-        """The values of those keys in the next step, by all rows of this one; the same on every rank."""
+        """Return the values of those keys for the next step, from all rows of this one; the same on every rank."""
         return {}
 
     def needs_signal(self) -> bool:
-        """Whether a row whose advantage is 0 has no gradient, so that an update may leave it out."""
+        """True if a row of advantage 0 has no gradient, so that an update may leave it out."""
         return not self.config.kl_in_loss and self.config.entropy_coef == 0
 
     def token_kl(self, logprobs_R: Tensor, ref_logprobs_R: Tensor) -> Tensor:
-        """The estimate of KL(policy || reference) at each response token [R]."""
+        """Return the estimate of KL(policy || reference) at each response token [R]."""
         return kl_estimate(logprobs_R, ref_logprobs_R, self.config.kl_estimator)
 
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
-        """The rows to leave out of the update [B] (bool), by the reason; here those without a reward.
+        """Return the rows to leave out of the update [B] (bool), by reason; here those without a reward.
 
-        Advantages are made from the other rows alone, and normalisers count only them. The same on every rank, as it
-        sees all rows; a subclass adds to what its base leaves out.
+        Advantages and normalisers use the other rows alone. The same on every rank, as it sees all rows; a subclass
+        adds its own reasons to its base's.
         """
         return {"no_reward": inputs.rewards_B.isnan()}
 
     def copies(self, inputs: CreditInputs) -> Tensor | None:
-        """How often each row is trained on [B] (int64), where rows are drawn; None: once each.
+        """Return how often each row is trained on [B] (int64), where rows are drawn; None: once each.
 
-        The others get them in the column `copies`; a row with 0 copies must be among what `select` leaves out.
+        Other functions read the column `copies`; `select` must leave out every row with 0 copies.
         """
         return None
 
     @abstractmethod
     def advantages(self, inputs: CreditInputs) -> Tensor:
-        """Advantages of the rows that are left: one per row [B], or one per response token [R].
+        """Compute advantages of the remaining rows: one per row [B], or one per response token [R].
 
         Sums are float64; the result has the dtype of the rewards.
         """
 
     def token_rewards(self, inputs: CreditInputs) -> Tensor:
-        """The reward of each response token [R], which a critic's returns are sums of: a row's comes with its last."""
+        """Return the reward of each response token [R]; a row's comes with its last token. A critic learns its sums."""
         rewards_R = inputs.rewards_B.new_zeros(int(inputs.lengths_B.sum()))
         rewards_R[inputs.lengths_B.cumsum(0) - 1] = inputs.rewards_B
         return rewards_R
 
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
-        """What to report of all rows, each the mean of its values; here the KL, where the loss doesn't report it."""
+        """Return values to report as means over all rows; here the KL, unless the loss reports it."""
         return {"kl": self.generated_kl(inputs)} if self.config.kl_in_credit else {}
 
     def generated_kl(self, inputs: CreditInputs) -> Tensor:
-        """The KL estimate at each response token [R], under the policy that generated it."""
+        """Return the KL estimate at each response token [R], under the policy that generated it."""
         return self.token_kl(inputs.columns.values("rollout_logprobs"), inputs.columns.values("ref_logprobs"))
 
     def loss(self, terms: TokenTerms) -> TokenLoss:
-        """The policy loss per token, weighted by `rollout_is`, with the KL term where the loss has one."""
+        """Return the policy loss per token, weighted by `rollout_is`, with the KL term where the loss has one."""
         columns = terms.columns
         # In the only update of a batch the old policy is the one being trained: the ratio is 1, its gradient isn't 0.
         old_logprobs_R = columns.get("old_logprobs", terms.logprobs_R.detach())
@@ -179,8 +179,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
-        """The policy's own part of the loss per response token, from its log-probs and those the step began with."""
+        """Compute the policy's part of the loss per response token from its log-probs and the step's first ones."""
 
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:
-        """The weight of each response token [R] (float64), so that the weighted sum over all ranks is the loss."""
+        """Return response tokens' weights [R] (float64), with which the sum over all ranks is the loss."""
         return token_weights(lengths_B, self.config.loss_agg, scope)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @cache
 def load_algorithm(spec: str) -> type[Algorithm]:
-    """The class that `algo.name` names. Raises ValueError unless it can be loaded and is a whole algorithm."""
-    # It brings PyTorch, which the config of a built-in algorithm is read without.
+    """Return the class that `algo.name` names. Raises ValueError unless it can be loaded and is a whole algorithm."""
+    # It imports PyTorch, which reading a built-in algorithm's config doesn't need.
     from spmdrl.algorithms.algorithm import Algorithm
 
     found = load_attribute(spec, "algo.name", [vars(config)["name"] for config in ALGO_CONFIGS], "class")
@@ -34,7 +34,7 @@ def load_algorithm(spec: str) -> type[Algorithm]:
 
 @cache
 def outside_config(spec: str) -> type[AlgoConfig]:
-    """The settings of the class that `algo.name` names, under that name. Raises ValueError where it has none."""
+    """Return the settings of the class that `algo.name` names, under that name. Raises ValueError if it has none."""
     algorithm = load_algorithm(spec)
     try:
         settings: Any = get_type_hints(algorithm)["config"]

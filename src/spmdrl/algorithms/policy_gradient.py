@@ -18,7 +18,7 @@ from spmdrl.nouns.batch import CreditInputs, TokenLoss, TokenTerms
 
 
 class FromRewards(Algorithm):
-    """Advantages per row from rewards; with `kl_in` reward or advantage the KL term lowers the one or the other."""
+    """Advantages per row from rewards; the KL term lowers rewards or advantages, as `kl_in` says."""
 
     def advantages(self, inputs: CreditInputs) -> Tensor:
         if not self.config.kl_in_credit:
@@ -31,7 +31,7 @@ class FromRewards(Algorithm):
 
     @abstractmethod
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-        """The advantage of each row [B] from the rewards of a whole batch; `groups_B` numbers the prompts.
+        """Return the advantage of each row [B] from the rewards of a whole batch; `groups_B` numbers the prompts.
 
         Sums are float64; the result has the dtype of the rewards.
         """
@@ -63,5 +63,5 @@ class Clipped(Algorithm):
         return clipped_policy(log_ratio_R, terms.columns["advantages"], self.config.clip)
 
     def log_ratio(self, terms: TokenTerms, old_logprobs_R: Tensor) -> Tensor:
-        """The logarithm of each token's probability ratio [R]."""
+        """Return the logarithm of each token's probability ratio [R]."""
         return terms.logprobs_R - old_logprobs_R

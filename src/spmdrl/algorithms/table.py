@@ -1,4 +1,4 @@
-"""The algorithms, and which of them has which settings; `algo.name` chooses among these."""
+"""Table of the algorithms that `algo.name` chooses among, with their settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BY_SETTINGS: Mapping[type, type[Algorithm]] = {
         *(OnlineDpo, Opd, Gkd),
     )
 }
-# Settings that differ by their values alone have the algorithm of the class that they derive from.
+# Settings that differ only in their values use the algorithm of their base class.
 ALGORITHMS: Mapping[type[AlgoConfig], type[Algorithm]] = {
     config: next(_BY_SETTINGS[base] for base in config.__mro__ if base in _BY_SETTINGS) for config in ALGO_CONFIGS
 }

@@ -1,7 +1,7 @@
 """CISPO: REINFORCE with clipped importance weights, so that no token loses its gradient (arXiv:2506.13585, Eq. 4).
 
 A = (R - mean of the group) / standard deviation of the group
-L = -sg(clip(r, is_min, is_max)) A log p, where nothing flows through sg
+L = -sg(clip(r, is_min, is_max)) A log p, where sg stops the gradient
 """
 
 from __future__ import annotations

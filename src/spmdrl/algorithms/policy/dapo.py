@@ -22,7 +22,7 @@ from spmdrl.nouns.batch import CreditInputs, CreditSettings
 
 @dataclass(frozen=True)
 class Dapo(Grpo):
-    """Prompts whose responses are all alike are left out; lengths count in advantages alone."""
+    """GRPO without prompts whose responses are all right or all wrong; lengths count in advantages alone."""
 
     config: DapoConfig
 
@@ -48,9 +48,9 @@ class Dapo(Grpo):
         return super().columns_for_credit() | ({"reward_parts"} if self.config.filter_on is not None else set())
 
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
-        """Leaves out every group with an accuracy of 0 or 1: all of its values are equal, and above 0 or not (Eq. 11).
+        """Leave out every group with an accuracy of 0 or 1: all of its values are equal, and above 0 or not (Eq. 11).
 
-        Rows without a reward have no say.
+        Rows without a reward don't count.
         """
         left_out = super().select(inputs)
         has_reward_B = ~left_out["no_reward"]
@@ -65,7 +65,7 @@ class Dapo(Grpo):
         return super().advantages(replace(inputs, rewards_B=rewards_B)).to(inputs.rewards_B)
 
     def _judged_by(self, inputs: CreditInputs) -> Tensor:
-        """The values [B] that groups are filtered by: the reward of rows that `filter_on` gave none."""
+        """Return the values [B] that groups are filtered by: those of `filter_on`, or the reward where it has none."""
         if self.config.filter_on is None:
             return inputs.rewards_B
         parts_BK = inputs.columns.values("reward_parts").view(len(inputs.rewards_B), -1)
@@ -73,7 +73,7 @@ class Dapo(Grpo):
         return part_B.where(~part_B.isnan(), inputs.rewards_B)
 
     def _overlong(self, inputs: CreditInputs) -> Tensor:
-        """What is taken off each row's reward [B]: (length - (Lmax - Lcache)) / Lcache, between 0 and 1 (Eq. 13)."""
+        """Return the penalty for each row's length [B]: (length - (Lmax - Lcache)) / Lcache, within [0, 1] (Eq. 13)."""
         longest, cache = inputs.settings.max_length, self.config.overlong_cache
         if cache is None:
             cache = max(1, longest // 5)

@@ -5,7 +5,7 @@
     L = -M sg(min(r, is_max)) A log p
 
 M is 0 where an update has moved a token in A's direction by more than a bound on |p - q| (tv) or on the divergence of
-two coins, which show this token or another (kl); else 1. Nothing flows through sg.
+two coins, which show this token or another (kl); else 1. sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Dppo(GroupRelative):
 
 
 def binary_divergence(logprobs_R: Tensor, anchor_R: Tensor, kind: Literal["tv", "kl"]) -> Tensor:
-    """Of two policies, each reduced to a coin: this token, with the given log-prob, or another (section 4.2)."""
+    """Compare two policies, each reduced to a coin: this token, with the given log-prob, or another (section 4.2)."""
     p_R, q_R = logprobs_R.exp(), anchor_R.exp()
     if kind == "tv":
         return (p_R - q_R).abs()

@@ -1,11 +1,11 @@
-"""GDPO: several rewards, each compared with those of its group before they are added up (arXiv:2601.05242, Eq. 4 to 6).
+"""GDPO: several rewards, each compared within its group before they are added up (arXiv:2601.05242, Eq. 4 to 6).
 
     A_k = (R_k - mean of the group) / standard deviation of the group, for each reward function k
     A   = sum over k of weight_k A_k, over its standard deviation in the batch
     L   = -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef KL
 
-Mean and deviation are those of the rows that the function gave a value; A_k of the others is 0. In a group with a row
-that an environment rewarded, which isn't among the R_k, the whole reward takes the place of all R_k.
+Mean and deviation are over the rows with a value of the function; A_k of the others is 0. In a group with a row that an
+environment rewarded, which isn't among the R_k, the whole reward takes the place of all R_k.
 
 Shape letters: `K` reward functions.
 """
@@ -44,7 +44,7 @@ class Gdpo(Grpo):
         return whitened(values, self.config.std, centre=not over_rows).to(inputs.rewards_B)
 
     def _compared(self, values_B: Tensor, groups_B: Tensor) -> Tensor:
-        """The group-relative advantage [B] among the rows that have a value, and 0 for the others."""
+        """Return the group-relative advantage [B] among the rows that have a value, and 0 for the others."""
         has_value_B = ~values_B.isnan()
         advantages_B = torch.zeros_like(values_B)
         advantages_B[has_value_B] = self.row_advantages(values_B[has_value_B], groups_B[has_value_B])
@@ -52,6 +52,6 @@ class Gdpo(Grpo):
 
 
 def _is_more_than(rewards_B: Tensor, weighted_KB: Tensor) -> Tensor:
-    """Mark rewards [B] that aren't the sum of their parts, or have none; float32 rounds both."""
+    """Mark rewards [B] that have no parts or aren't their sum, up to float32's rounding."""
     rest_B = rewards_B - weighted_KB.nansum(0)
     return weighted_KB.isnan().all(0) | (rest_B.abs() > 1e-6 * weighted_KB.abs().nansum(0))

@@ -4,10 +4,10 @@ q, p = teacher's and policy's probabilities of the teacher's top_k tokens, and o
 L = KL(q || p) (forward), KL(p || q) (reverse), or
 L = beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (jsd)
 
-The tail makes q and p distributions, so that L is a divergence: never negative, 0 only where they are equal, at most
-that of the whole vocabulary, and exactly that where top_k is its size.
+The tail makes q and p distributions, so that L is a divergence: never negative, 0 only where they are equal, and at
+most the divergence over the whole vocabulary, which it equals if top_k is the vocabulary's size.
 
-Shape letters: `R` response tokens, packed; `J` tokens that are compared in the place of each of them.
+Shape letters: `R` response tokens, packed; `J` tokens compared in place of each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmdrl.nouns.batch import CreditInputs, TokenLoss, TokenTerms
 
 @dataclass(frozen=True)
 class Gkd(Algorithm):
-    """The loss of each token is the divergence in its place; rewards are only reported."""
+    """Divergence from the teacher as the loss of each token; rewards are only reported."""
 
     config: GkdConfig
 
@@ -45,7 +45,7 @@ class Gkd(Algorithm):
         return {}
 
     def advantages(self, inputs: CreditInputs) -> Tensor:
-        """Alike for all rows: how much each is trained on."""
+        """Return 1 for all rows, so that each is trained on equally."""
         return torch.ones_like(inputs.rewards_B)
 
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
@@ -56,15 +56,15 @@ class Gkd(Algorithm):
 
 
 def divergence(teacher_RJ: Tensor, policy_RJ: Tensor, kind: Divergence, beta: float) -> Tensor:
-    """Of two distributions, given by their log-probs, in each place [R]; its gradient is that of distributions."""
+    """Compute the divergence of two distributions [R] from their log-probs, with the gradient of a divergence."""
     if kind == "forward":
         return _kl(teacher_RJ, policy_RJ)
     to_RJ = teacher_RJ
     if kind == "jsd":
         shares = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
         to_RJ = torch.logaddexp(teacher_RJ + shares[0], policy_RJ + shares[1]).detach()
-    # Through log p, and through the mixture, comes the gradient of a sum of probabilities, which is 1: nothing but
-    # rounding, in which that of a small divergence would be lost.
+    # log p and the mixture add the gradient of a sum of probabilities, which is 1: only rounding errors, in which the
+    # gradient of a small divergence would be lost.
     reverse_R = (policy_RJ.exp() * (policy_RJ - to_RJ).detach()).sum(-1)
     return reverse_R if kind == "reverse" else beta * _kl(teacher_RJ, to_RJ) + (1 - beta) * reverse_R
 

@@ -21,7 +21,7 @@ from spmdrl.nouns.batch import TokenTerms
 
 @dataclass(frozen=True)
 class Grpo(GroupRelative, Clipped):
-    """With clip_ratio_high above clip_ratio_low it has DAPO's clip-higher; with ratio_level sequence it is GSPO."""
+    """GRPO; clip_ratio_high above clip_ratio_low gives DAPO's clip-higher, ratio_level sequence GSPO."""
 
     config: GrpoSettings
 

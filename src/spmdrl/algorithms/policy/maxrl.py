@@ -1,4 +1,4 @@
-"""MaxRL: rewards relative to their group's mean, which weighs hard prompts more (arXiv:2602.02710).
+"""MaxRL: rewards relative to their group's mean, which gives hard prompts more weight (arXiv:2602.02710).
 
 A = (R - mean of the group) / mean of the group, 0 where the mean isn't above 0
 L = -min(r A, clip(r, 1 - low, 1 + high) A)
@@ -18,7 +18,7 @@ from spmdrl.algorithms.terms.advantages import Groups
 
 @dataclass(frozen=True)
 class MaxRl(FromRewards, Clipped):
-    """A = (R - mean) / mean, and 0 where the mean isn't above 0; rewards are 0 where an answer is wrong."""
+    """A = (R - mean) / mean, and 0 where the mean isn't above 0; wrong answers have reward 0."""
 
     config: MaxRlConfig
 

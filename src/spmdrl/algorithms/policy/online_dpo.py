@@ -3,7 +3,7 @@
     h = log(p / p_ref) of the best response - log(p / p_ref) of the worst, each summed over its tokens
     L = -log sigmoid(beta h), a mean over pairs
 
-Prompts whose responses are all rewarded alike are left out.
+Prompts whose responses all have the same reward are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OnlineDpo(FromRewards):
         return {**super().select(inputs), **others}
 
     def row_advantages(self, rewards_B: Tensor, groups_B: Tensor) -> Tensor:
-        """1 for the best row of each group, -1 for the worst, of equal ones the first; 0 for others and for ties."""
+        """Return 1 for each group's best row, -1 for its worst (the first of equals); 0 for others and ties."""
         groups, group_B = groups_B.unique(return_inverse=True)
         high_B = _extreme(rewards_B.nan_to_num(-torch.inf), group_B, len(groups), "amax")
         low_B = _extreme(rewards_B.nan_to_num(torch.inf), group_B, len(groups), "amin")
@@ -73,11 +73,11 @@ class OnlineDpo(FromRewards):
 
 
 def _extreme(values_B: Tensor, group_B: Tensor, num_groups: int, kind: Literal["amax", "amin"]) -> Tensor:
-    """At each row the largest or smallest value of its group [B]."""
+    """Return at each row its group's largest or smallest value [B]."""
     return values_B.new_zeros(num_groups).scatter_reduce_(0, group_B, values_B, kind, include_self=False)[group_B]
 
 
 def _is_first(is_there_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
-    """Which rows are the first of those of their group that are there [B]."""
+    """Mark the first row of each group among those in `is_there_B` [B]."""
     place_B = torch.arange(len(group_B))
     return is_there_B & (_extreme(place_B.where(is_there_B, len(group_B)), group_B, num_groups, "amin") == place_B)

@@ -4,7 +4,7 @@ A_t = log p_teacher - log p_generator + reward_coef (R - mean of the group) / st
 L = -min(r A, clip(r, 1 - low, 1 + high) A)
 
 "On-Policy Distillation", Thinking Machines Lab, October 2025; the divergence is that of MiniLLM (arXiv:2306.08543) and
-GKD (arXiv:2306.13649). Each token's advantage is its own distance alone: nothing of later tokens is counted.
+GKD (arXiv:2306.13649). Each token's advantage is its own distance alone; later tokens don't count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Opd(GroupRelative, Clipped):
         return super().columns_for_credit() | {"rollout_logprobs", "teacher_logprobs"}
 
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
-        # Where rewards count for nothing, rows without one can be learnt from too.
+        # Without weight on rewards, rows that have none are trained on too.
         return super().select(inputs) if self.config.reward_coef > 0 else {}
 
     def advantages(self, inputs: CreditInputs) -> Tensor:
@@ -53,5 +53,5 @@ class Opd(GroupRelative, Clipped):
 
 
 def _distance(inputs: CreditInputs) -> Tensor:
-    """The estimate of KL(generator || teacher) at each response token [R], whose mean over samples is exact."""
+    """Return the estimate of KL(generator || teacher) at each response token [R], whose mean over samples is exact."""
     return inputs.columns.values("rollout_logprobs") - inputs.columns.values("teacher_logprobs")

@@ -1,11 +1,11 @@
 """PF-PPO: PPO on responses that are drawn by their rewards (policy filtration, arXiv:2409.06957).
 
-    P_i = w_i / sum_j w_j over the responses to a prompt, of which as many are drawn, with replacement
+    P_i = w_i / sum_j w_j over the responses to a prompt, drawn with replacement as often as there are responses
     w_i = 0.4 for the best, 0.1 for others (best-random); 1 for best and worst, 0 for others (best-worst); |R_i|^power
-    A_t = G_t - V_t, normalised over the tokens of what is drawn, and the loss are those of PPO
+    A_t = G_t - V_t, normalised over the drawn tokens, and the loss are PPO's
 
-Where rewards are least noisy, at the best and the worst responses, rows are drawn more often than elsewhere. A row that
-is drawn several times keeps its advantage and counts as often, for policy and critic.
+Where rewards are least noisy, at the best and the worst responses, rows are drawn more often than elsewhere. A row
+drawn several times keeps its advantage and counts that often, for policy and critic.
 
 Shape letters: `B` rows.
 """
@@ -29,7 +29,7 @@ _BEST_WEIGHT, _OTHERS_WEIGHT = 0.4, 0.1
 
 @dataclass(frozen=True)
 class PfPpo(Ppo):
-    """Draws as many rows as have a reward, by weights w / sum w; responses that are equally good weigh the same."""
+    """PPO on as many drawn rows as have a reward, by w / sum w; equally good responses have equal weights."""
 
     config: PfPpoConfig
 
@@ -58,7 +58,7 @@ class PfPpo(Ppo):
 
 
 def filter_weights(rewards: Tensor, rule: FilterRule, power: float) -> Tensor:
-    """The weight of each of these responses; all alike where each would be 0."""
+    """Return the weight of each response; equal weights where all would be 0."""
     best = rewards == rewards.max()
     if rule == "best-random":
         return torch.where(best, _BEST_WEIGHT, _OTHERS_WEIGHT).double()
@@ -69,8 +69,8 @@ def filter_weights(rewards: Tensor, rule: FilterRule, power: float) -> Tensor:
 
 
 def drawn_places(weights: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
-    """As many places as there are weights, drawn by them with replacement: a pure function of weights and key."""
-    # Raw bits, which NumPy promises to keep over its versions, as uniform numbers in [0, 1).
+    """Draw as many places as there are weights, with replacement: a pure function of weights and key."""
+    # Uniform numbers in [0, 1) from raw bits, which NumPy keeps stable across versions.
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(len(weights))
     sums = np.cumsum(weights)
     return np.searchsorted(sums, (bits >> np.uint64(11)) * 2.0**-53 * sums[-1], side="right")

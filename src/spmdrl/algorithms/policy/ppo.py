@@ -6,7 +6,7 @@
     L   = -min(r A, clip(r, 1 - low, 1 + high) A), with the ratio r = p / p_old
 
 The reward's form is that of Ziegler et al. 2019 (arXiv:1909.08593): it comes with a response's last token, and each
-token's is lowered by the KL estimate to the reference.
+token's reward is lowered by the KL estimate to the reference.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ppo(Clipped):
             return {}
         divergence = float(self._row_kl(inputs).mean())
         if not math.isfinite(divergence):
-            # The update is skipped, and leaves the coefficient as it leaves the weights.
+            # The update is skipped: the coefficient stays, as the weights do.
             return {"kl_coef": config.kl_coef}
         return {"kl_coef": adapted_kl_coef(config.kl_coef, divergence, target=config.kl_target, gain=config.kl_gain)}
 
@@ -63,7 +63,7 @@ class Ppo(Clipped):
         return {**metrics, "kl_per_response": self._row_kl(inputs), "kl_coef": kl_coef}
 
     def _row_kl(self, inputs: CreditInputs) -> Tensor:
-        """The KL estimate of each whole response [B]."""
+        """Return the KL estimate of each whole response [B]."""
         return row_sums(self.generated_kl(inputs).double(), inputs.lengths_B)
 
     def advantages(self, inputs: CreditInputs) -> Tensor:

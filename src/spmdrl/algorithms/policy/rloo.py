@@ -5,7 +5,7 @@
     L  = -A log p of the response
 
 The paper's action is the whole response: its log-prob is a sum over tokens, its KL is part of its reward, and nothing
-is clipped. Options give what TRL, verl and OpenRLHF train under this name instead.
+is clipped. Options reproduce what TRL, verl and OpenRLHF call RLOO.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rloo(FromRewards, Clipped):
         groups = Groups(groups_B)
         rewards, others_B = rewards_B.double(), groups.sizes_B - 1
         others_mean_B = (groups.sums(rewards) - rewards) / others_B
-        # A row whose group has no other left has nothing to be compared with.
+        # The only remaining row of a group has no baseline.
         return (rewards - others_mean_B).where(others_B > 0, 0.0).to(rewards_B)
 
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
@@ -52,5 +52,5 @@ class Rloo(FromRewards, Clipped):
         row_R = terms.row_of_token_R
         sums_B, lengths_B = sums_and_lengths(terms.logprobs_R - old_logprobs_R, row_R, terms.num_rows)
         policy = clipped_policy(sums_B[row_R], advantages_R, config.clip)
-        # Each token bears an equal part of its row's loss, so that a row's sum is that of the paper's one action.
+        # Each token bears an equal part of its row's loss, so that a row's sum is the loss of the paper's one action.
         return TokenLoss(policy.loss_R / lengths_B[row_R], policy.metrics)

@@ -1,4 +1,4 @@
-"""Settings that all algorithms share, and those of the parts that several are made of."""
+"""Settings that all algorithms share, and of parts that several have."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from annotated_types import Ge, Gt, Interval
 KlEstimator = Literal["k1", "k2", "k3"]
 KlGradient = Literal["plain", "importance", "straight_through"]
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-# Keeps a group of nearly equal rewards from being blown up; far below any reward difference that matters.
+# Keeps nearly equal rewards from being blown up; far below any reward difference that matters.
 EPSILON = 1e-4
 Deviation = Literal["unbiased", "biased"]
 Rule = Literal["importance", "tis", "icepop", "seq-mask-tis"]
 RolloutIs = Literal["none", "importance", "tis", "icepop", "seq-mask-tis"]
 SequenceRatio = Literal["mean", "sum"]
-# The bounds of each rule; as many are given where they aren't the default.
+# Default bounds of each rule; rollout_is_clip replaces all of them.
 DEFAULT_CLIPS: Mapping[str, tuple[float, ...]] = {
     "importance": (),
     "tis": (2.0,),
@@ -32,8 +32,8 @@ CLIP_NAMES: Mapping[str, str] = {
 
 
 def correction_bounds(kind: Rule, clip: float | tuple[float, ...] | None) -> tuple[float, ...]:
-    """The bounds of the rule that `algo.rollout_is` names. Raises ValueError for an `algo.rollout_is_clip` that isn't
-    one of its."""
+    """Return the bounds of the rule that `algo.rollout_is` names. Raises ValueError if `algo.rollout_is_clip` doesn't
+    fit it."""
     default = DEFAULT_CLIPS[kind]
     bounds = default if clip is None else clip if isinstance(clip, tuple) else (clip,)
     if len(bounds) != len(default) or any(bound < 0 for bound in bounds) or bounds[-1:] == (0,):
@@ -68,34 +68,33 @@ class AlgoConfig:
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """weight of the KL divergence from the reference model; 0: no reference model is loaded"""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """loss: the KL term is added to each token's loss; reward: its sum over a row is subtracted from the reward before
-    advantages are computed; advantage: its sum over a token and all later ones is subtracted from the token's
-    advantage"""
+    """place of the KL term; loss: it is added to each token's loss; reward: its sum over a row is subtracted from the
+    reward before advantages are computed; advantage: its sum over a token and all later ones is subtracted from the
+    token's advantage"""
     kl_estimator: KlEstimator = "k3"
     """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
     kl_gradient: KlGradient = "plain"
-    """how the KL term in the loss is differentiated; plain: as it stands, with the tokens taken as given (the GRPO
-    paper); importance: weighted by the probability ratio to the policy that the step began with, which is exact for the
-    policy being trained (DeepSeek-V3.2, TRL); straight_through: the estimate's value with the gradient of k2 (verl's
-    k1+ and k3+)"""
+    """gradient of the KL term in the loss; plain: its own, for fixed tokens (the GRPO paper); importance: weighted by
+    the probability ratio to the policy that the step began with, which is exact for the policy being trained
+    (DeepSeek-V3.2, TRL); straight_through: the estimate's value with the gradient of k2 (verl's k1+ and k3+)"""
     entropy_coef: float = 0.0
-    """weight of the policy's entropy, which is subtracted from each token's loss: a bonus where it is above 0"""
+    """weight of the policy's entropy, subtracted from each token's loss: above 0 a bonus"""
     loss_agg: LossAggregation = "token-mean"
-    """how token losses become one number; token-mean: mean over all tokens; seq-mean-...: mean over rows of a row's
-    mean (token-mean), sum (token-sum), or sum / rollout.max_completion_length (token-sum-norm, Dr. GRPO)"""
+    """reduction of token losses to one number; token-mean: mean over all tokens; seq-mean-...: mean over rows of a
+    row's mean (token-mean), sum (token-sum), or sum / rollout.max_completion_length (token-sum-norm, Dr. GRPO)"""
     rollout_is: RolloutIs = "none"
-    """how tokens are weighted by trainer's / generator's probability; importance: by it; tis: capped at C; icepop:
-    tokens outside [alpha, beta] dropped; seq-mask-tis: rows outside [alpha, beta] dropped, the others' tokens capped at
-    C"""
+    """weight of tokens by the ratio of trainer's to generator's probability; importance: the ratio; tis: capped at C;
+    icepop: tokens outside [alpha, beta] dropped; seq-mask-tis: rows outside [alpha, beta] dropped, the others' tokens
+    capped at C"""
     rollout_is_clip: float | tuple[float, ...] | None = None
     """C of tis, [alpha, beta] of icepop or [alpha, beta, C] of seq-mask-tis; null: 2.0, [0.5, 5.0] or [0.5, 5.0,
     2.0]"""
     rollout_is_sequence: Literal["mean", "sum"] = "mean"
-    """what seq-mask-tis compares with its bounds; mean: the geometric mean of a row's ratios (OpenRLHF); sum: their
-    product (TRL), which leaves its bounds sooner the longer a row is"""
+    """row ratio that seq-mask-tis compares with its bounds; mean: the geometric mean of a row's ratios (OpenRLHF); sum:
+    their product (TRL), which leaves the bounds sooner the longer a row is"""
     off_policy_bound: Annotated[float, Gt(0)] | None = None
-    """rows with a negative advantage are left out of the loss where log(generator's / present policy's probability) has
-    a mean above this, in nats (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, Eq. 9); null: none are"""
+    """bound in nats on a row's mean log(generator's / present policy's probability), above which rows with a negative
+    advantage leave the loss (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, Eq. 9); null: none"""
 
     def __post_init__(self) -> None:
         if self.kl_in_loss and self.kl_estimator == "k1" and self.kl_gradient == "plain":
@@ -124,13 +123,13 @@ class AlgoConfig:
 
     @property
     def changed(self) -> dict[str, tuple[object, object]]:
-        """Keys that aren't at the algorithm's own defaults, which are its paper's: the value and the default."""
+        """Keys that differ from the algorithm's defaults (its paper's): the value and the default."""
         values = {entry.name: (getattr(self, entry.name), entry.default) for entry in fields(self)}
         return {name: (value, default) for name, (value, default) in values.items() if value != default}
 
     @property
     def weighs_by_old(self) -> bool:
-        """True if a token's loss has a weight that compares with the policy that the step began with."""
+        """True if a token's loss is weighted against the policy that the step began with."""
         return self.rollout_is != "none" or (self.kl_in_loss and self.kl_gradient == "importance")
 
     @property
@@ -148,11 +147,11 @@ class ClippedConfig(AlgoConfig):
     """Settings of PPO's clip."""
 
     clip_ratio_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
-    """the probability ratio is clipped below at 1 - this"""
+    """lower clip of the probability ratio, at 1 - this"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
-    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
+    """upper clip of the probability ratio, at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
     clip_ratio_c: Annotated[float, Gt(1)] | None = None
-    """dual clip: for negative advantages the loss is at most this times -advantage; null: off"""
+    """dual clip: bound on the loss of negative advantages, at this times -advantage; null: off"""
 
     @property
     def clip(self) -> ClipRange:
@@ -164,9 +163,9 @@ class GroupRelativeConfig(AlgoConfig):
     """Comparison of rewards with those of the same prompt."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """rewards minus their group's mean are divided by the standard deviation of the group or of the batch; none: not
-    divided"""
+    """divisor of rewards minus their group's mean; group, batch: the standard deviation of the group or of the batch;
+    none: not divided"""
     std: Deviation = "unbiased"
-    """the standard deviation of n rewards divides by n - 1 (unbiased) or n (biased); papers leave it open"""
+    """divisor of the standard deviation of n rewards: n - 1 (unbiased) or n (biased); papers leave it open"""
     std_epsilon: Annotated[float, Ge(0)] = EPSILON
-    """added to the standard deviation; 1e-4 as in TRL, verl has 1e-6, OpenRLHF 1e-9"""
+    """value added to the standard deviation; 1e-4 as in TRL, verl has 1e-6, OpenRLHF 1e-9"""

@@ -17,11 +17,11 @@ class OpdConfig(GroupRelativeConfig, ClippedConfig):
     name: Literal["opd"] = "opd"
     """the algorithm"""
     kl_in: Literal["loss", "advantage"] = "loss"
-    """the KL term to the reference model; loss: it is added to each token's loss; advantage: its sum over a token and
-    all later ones is subtracted from the token's advantage"""
+    """place of the KL term to the reference model; loss: it is added to each token's loss; advantage: its sum over a
+    token and all later ones is subtracted from the token's advantage"""
     reward_coef: Annotated[float, Ge(0)] = 0.0
-    """weight of the group-relative advantage of the reward, which is added to that of the teacher; 0: the teacher
-    alone, and rewards are only reported"""
+    """weight of the reward's group-relative advantage, added to the teacher's; 0: the teacher alone, and rewards are
+    only reported"""
 
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -34,15 +34,14 @@ class GkdConfig(AlgoConfig):
     name: Literal["gkd"] = "gkd"
     """the algorithm"""
     kl_in: Literal["loss"] = "loss"
-    """the KL term to the reference model is added to each token's loss"""
+    """place of the KL term to the reference model: it is added to each token's loss"""
     top_k: Annotated[int, Ge(1)] = 32
-    """likeliest tokens of the teacher that are compared in each token's place; all others are compared as one"""
+    """number of the teacher's likeliest tokens compared in each token's place; all others are compared as one"""
     divergence: Divergence = "jsd"
-    """forward: KL(teacher || policy), which covers all that the teacher does; reverse: KL(policy || teacher), which
-    keeps to what it does most; jsd: between both, by beta"""
+    """divergence from the teacher; forward: KL(teacher || policy), mode-covering; reverse: KL(policy || teacher),
+    mode-seeking; jsd: between both, by beta"""
     beta: Annotated[float, Interval(gt=0, lt=1)] = 0.5
-    """the teacher's share of the mixture that jsd compares both with; near 0 its gradient is that of forward, near 1
-    that of reverse"""
+    """the teacher's share of jsd's mixture; near 0 the gradient is forward's, near 1 reverse's"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

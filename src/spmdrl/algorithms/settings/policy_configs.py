@@ -18,10 +18,10 @@ from spmdrl.algorithms.settings.algo_config import (
 
 @dataclass(frozen=True)
 class GrpoSettings(GroupRelativeConfig, ClippedConfig):
-    """Settings of GRPO and of what differs from it by them alone."""
+    """Settings of GRPO and of algorithms that differ from it by settings alone."""
 
     ratio_level: Literal["token", "sequence"] = "token"
-    """token: one probability ratio per token; sequence: their geometric mean over a row (GSPO)"""
+    """level of the probability ratio; token: one per token; sequence: their geometric mean over a row (GSPO)"""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,15 @@ class GrpoPaperConfig(GrpoSettings):
     kl_coef: Annotated[float, Ge(0)] = 0.04
     """weight of the KL divergence from the reference model; 0: no reference model is loaded"""
     loss_agg: LossAggregation = "seq-mean-token-mean"
-    """how token losses become one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean"""
+    """reduction of token losses to one number; the paper's is seq-mean-token-mean, the mean over rows of a row's
+    mean"""
 
 
 @dataclass(frozen=True)
 class DrGrpoConfig(GrpoSettings):
     """GRPO without divisions by standard deviation and by length (arXiv:2503.20783).
 
-    Dr. GRPO: GRPO without what favours short right and long wrong responses (Eq. 3).
+    Dr. GRPO: GRPO without its bias to short right and long wrong responses (Eq. 3).
 
     A = R - mean of the group
     L = -min(r A, clip(r, 1 - low, 1 + high) A), summed over a row and divided by a constant, the longest response
@@ -57,11 +58,11 @@ class DrGrpoConfig(GrpoSettings):
     name: Literal["dr_grpo"] = "dr_grpo"
     """the algorithm"""
     scale_rewards: Literal["group", "batch", "none"] = "none"
-    """rewards minus their group's mean aren't divided; group, batch: by the standard deviation of the group or of the
-    batch, as GRPO does"""
+    """divisor of rewards minus their group's mean; none: not divided; group, batch: the standard deviation of the group
+    or of the batch, as in GRPO"""
     loss_agg: LossAggregation = "seq-mean-token-sum-norm"
-    """how token losses become one number; the paper's is seq-mean-token-sum-norm: mean over rows of a row's sum over
-    rollout.max_completion_length"""
+    """reduction of token losses to one number; the paper's is seq-mean-token-sum-norm: mean over rows of a row's sum
+    over rollout.max_completion_length"""
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ class DapoConfig(GrpoSettings):
     name: Literal["dapo"] = "dapo"
     """the algorithm"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.28
-    """the probability ratio is clipped above at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
+    """upper clip of the probability ratio, at 1 + this; more than clip_ratio_low is DAPO's clip-higher"""
     overlong_cache: Annotated[int, Ge(0)] | None = None
-    """in the last so many tokens before rollout.max_completion_length a response's reward falls by up to 1, by token;
-    null: a fifth of it, as the paper's 4096 of 20480; 0: nothing is taken off"""
+    """length of the soft punishment: over these last tokens before rollout.max_completion_length a response's reward
+    falls linearly by up to 1; null: a fifth of it, as the paper's 4096 of 20480; 0: none"""
     filter_on: str | None = None
-    """the reward function whose values decide which prompts teach something, such as the one for the right answer;
-    null: the reward itself, before anything is taken off for length"""
+    """reward function by whose values prompts are filtered, such as the one for the right answer; null: the reward
+    itself, before the punishment for length"""
     max_refills: Annotated[int, Ge(0)] = 4
-    """how often a step generates more prompts in place of those that are left out, as many at most as it trains; 0: it
-    trains on fewer"""
+    """rounds in which a step generates more prompts in place of those left out, together at most as many as it trains;
+    0: train on fewer"""
 
 
 @dataclass(frozen=True)
@@ -97,25 +98,26 @@ class GspoConfig(GrpoSettings):
     name: Literal["gspo"] = "gspo"
     """the algorithm"""
     clip_ratio_low: Annotated[float, Interval(ge=0, lt=1)] = 3e-4
-    """a response's ratio is clipped below at 1 - this; means over many tokens lie close to 1"""
+    """lower clip of a response's ratio, at 1 - this; means over many tokens lie close to 1"""
     clip_ratio_high: Annotated[float, Ge(0)] = 4e-4
-    """a response's ratio is clipped above at 1 + this"""
+    """upper clip of a response's ratio, at 1 + this"""
     ratio_level: Literal["token", "sequence"] = "sequence"
-    """sequence: the geometric mean of the tokens' ratios over a row; token: one ratio per token, as in GRPO"""
+    """level of the probability ratio; sequence: the tokens' geometric mean over a row; token: one per token, as in
+    GRPO"""
     loss_agg: LossAggregation = "seq-mean-token-mean"
-    """how token losses become one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean;
+    """reduction of token losses to one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean;
     verl's default is token-mean"""
 
 
 @dataclass(frozen=True)
 class GdpoConfig(GrpoSettings):
-    """GRPO that compares each reward function's values by themselves (arXiv:2601.05242)."""
+    """GRPO that compares each reward function's values separately (arXiv:2601.05242)."""
 
     name: Literal["gdpo"] = "gdpo"
     """the algorithm"""
     whiten_over: Literal["rows", "tokens"] = "rows"
-    """what the batch's standard deviation is of; rows: one value per response, whose mean is 0; tokens: one value per
-    token, so that long responses count for more, and whose mean is subtracted too (verl)"""
+    """values of the batch's standard deviation; rows: one per response, whose mean is 0; tokens: one per token, so that
+    long responses count for more, with the mean subtracted too (verl)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,29 +159,30 @@ class SapoConfig(GroupRelativeConfig):
     tau_negative: Annotated[float, Gt(0)] = 1.05
     """steepness of the gate elsewhere; steeper, since a negative advantage raises many other tokens"""
     loss_agg: LossAggregation = "seq-mean-token-mean"
-    """how token losses become one number; the paper's is seq-mean-token-mean, the mean over rows of a row's mean"""
+    """reduction of token losses to one number; the paper's is seq-mean-token-mean, the mean over rows of a row's
+    mean"""
 
 
 @dataclass(frozen=True)
 class DppoConfig(GroupRelativeConfig):
-    """Tokens beyond a bound on the divergence are left out (arXiv:2602.04879)."""
+    """A bound on the divergence, beyond which tokens are left out (arXiv:2602.04879)."""
 
     name: Literal["dppo"] = "dppo"
     """the algorithm"""
     divergence: Literal["tv", "kl"] = "tv"
-    """between the policies, each taken as the token or any other; tv: total variation; kl: of the anchor from the
-    policy"""
+    """divergence between the policies, each reduced to the token or any other; tv: total variation; kl: KL(anchor ||
+    policy)"""
     divergence_bounds: tuple[Annotated[float, Gt(0)], Annotated[float, Gt(0)]] | None = None
-    """the bounds where the advantage is negative and the token has become less likely, and where it is positive and the
-    token has become more likely; null: the paper's 0.15 for tv, 0.05 for kl"""
+    """bounds for tokens of negative advantage that became less likely, and of positive advantage that became more
+    likely; null: the paper's 0.15 for tv, 0.05 for kl"""
     is_max: Annotated[float, Gt(1)] = 20.0
     """upper bound of a token's importance weight, a ratio"""
     anchor: Literal["rollout", "old"] = "rollout"
-    """whose log-probs the policy is compared with; rollout: the generator's (the paper); old: the trainer's at the
+    """log-probs that the policy is compared with; rollout: the generator's (the paper); old: the trainer's at the
     beginning of the step (verl)"""
     scale_rewards: Literal["group", "batch", "none"] = "none"
-    """rewards minus their group's mean aren't divided; group, batch: by the standard deviation of the group or of the
-    batch, as GRPO does"""
+    """divisor of rewards minus their group's mean; none: not divided; group, batch: the standard deviation of the group
+    or of the batch, as in GRPO"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,17 +213,17 @@ class RlooConfig(ClippedConfig):
     name: Literal["rloo"] = "rloo"
     """the algorithm"""
     kl_in: Literal["loss", "reward", "advantage"] = "reward"
-    """reward: the KL term's sum over a row is subtracted from the reward before baselines are computed (the paper,
-    TRL); advantage: its sum over a token and all later ones is subtracted from the token's advantage (OpenRLHF); loss:
-    it is added to each token's loss"""
+    """place of the KL term; reward: its sum over a row is subtracted from the reward before baselines are computed (the
+    paper, TRL); advantage: its sum over a token and all later ones is subtracted from the token's advantage (OpenRLHF);
+    loss: it is added to each token's loss"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
     loss_agg: LossAggregation = "seq-mean-token-sum"
-    """how token losses become one number; the paper's is seq-mean-token-sum, the mean over rows of a row's sum; verl's
-    is token-mean"""
+    """reduction of token losses to one number; the paper's is seq-mean-token-sum, the mean over rows of a row's sum;
+    verl's is token-mean"""
     ratio_level: Literal["none", "token", "sequence"] = "none"
-    """none: no probability ratio (the paper); token: PPO's clipped ratio per token (verl, OpenRLHF); sequence: one
-    clipped ratio per row, the product over its tokens (TRL)"""
+    """level of the probability ratio; none: no ratio (the paper); token: PPO's clipped ratio per token (verl,
+    OpenRLHF); sequence: one clipped ratio per row, the product over its tokens (TRL)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,7 +247,7 @@ class ReinforcePpSettings(ClippedConfig):
     """Settings of both forms."""
 
     std: Deviation = "unbiased"
-    """the standard deviation of n values divides by n - 1 (unbiased; verl) or n (biased; OpenRLHF)"""
+    """divisor of the standard deviation of n values: n - 1 (unbiased; verl) or n (biased; OpenRLHF)"""
 
 
 @dataclass(frozen=True)
@@ -254,8 +257,8 @@ class ReinforcePpConfig(ReinforcePpSettings):
     name: Literal["reinforce_pp"] = "reinforce_pp"
     """the algorithm"""
     kl_in: Literal["loss", "reward", "advantage"] = "advantage"
-    """advantage: the KL term's sum over a token and all later ones is subtracted from the token's return (the paper);
-    reward: its sum over a row is subtracted from the reward; loss: it is added to each token's loss"""
+    """place of the KL term; advantage: its sum over a token and all later ones is subtracted from the token's return
+    (the paper); reward: its sum over a row is subtracted from the reward; loss: it is added to each token's loss"""
     kl_estimator: KlEstimator = "k1"
     """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
 
@@ -269,5 +272,5 @@ class ReinforcePpBaselineConfig(ReinforcePpSettings):
     kl_estimator: KlEstimator = "k2"
     """estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"); k1 can't be used in the loss"""
     whiten_over: Literal["rows", "tokens"] = "rows"
-    """what the batch's standard deviation is of; rows: one value per response, whose mean is 0; tokens: one value per
-    token, so that long responses count for more, and whose mean is subtracted too (verl)"""
+    """values of the batch's standard deviation; rows: one per response, whose mean is 0; tokens: one per token, so that
+    long responses count for more, with the mean subtracted too (verl)"""

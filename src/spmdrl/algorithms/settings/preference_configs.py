@@ -19,14 +19,13 @@ class PreferenceConfig:
     (DPO); ipo: (h - 1 / (2 beta))^2 (arXiv:2310.12036); hinge: max(0, 1 - beta h) (SLiC, arXiv:2305.10425); robust:
     sigmoid's, unbiased where label_smoothing is the share of swapped labels (arXiv:2403.00409)"""
     beta: Annotated[float, Gt(0)] = 0.1
-    """how strongly the reference holds the policy; a response's implicit reward is beta times its log-ratio"""
+    """strength of the pull to the reference; a response's implicit reward is beta times its log-ratio"""
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
-    """share of pairs whose preference is taken to be the wrong way round, in loss_type sigmoid (conservative DPO) and
-    robust"""
+    """assumed share of pairs with swapped labels, in loss_type sigmoid (conservative DPO) and robust"""
     reference_free: bool = False
-    """whether log-probs take the place of log-ratios; then no reference model is loaded"""
+    """use log-probs in place of log-ratios, without loading a reference model"""
     length_normalized: bool = False
-    """whether log-ratios are means over a response's tokens, as TRL's ipo, rather than sums as in the papers"""
+    """use means of log-ratios over a response's tokens, as TRL's ipo does, rather than the papers' sums"""
     sft_coef: Annotated[float, Ge(0)] = 0.0
     """weight of the preferred response's negative log-likelihood per token (RPO, arXiv:2404.19733, Eq. 1); 0: none"""
 
@@ -38,7 +37,7 @@ class PreferenceConfig:
             )
 
 
-# What weighs or lowers single tokens has no meaning in a loss of whole pairs.
+# Weights and penalties of single tokens have no meaning in a loss of whole pairs.
 _FIXED = {"kl_in": "loss", "loss_agg": "seq-mean-token-sum", "rollout_is": "none", "off_policy_bound": None}
 
 
@@ -49,7 +48,7 @@ class OnlineDpoConfig(PreferenceConfig, AlgoConfig):
     name: Literal["online_dpo"] = "online_dpo"
     """the algorithm"""
     loss_agg: LossAggregation = "seq-mean-token-sum"
-    """the loss is a mean over pairs, which has no other form"""
+    """reduction of token losses; a mean over pairs has no other form"""
 
     def __post_init__(self) -> None:
         PreferenceConfig.__post_init__(self)

@@ -1,1 +1,1 @@
-"""What algorithms are made of: advantages, token losses, corrections of off-policy tokens."""
+"""Parts of algorithms: advantages, token losses, corrections of off-policy tokens."""

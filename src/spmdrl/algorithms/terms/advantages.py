@@ -1,6 +1,6 @@
 """Advantages from rewards relative to groups, as in GRPO (DeepSeekMath, arXiv:2402.03300), and sums over rows.
 
-Sums are float64, and results have the dtype of what they are made from. Shape letters: `B` rows, `R` response tokens.
+Sums are float64, and results have the dtype of their inputs. Shape letters: `B` rows, `R` response tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.settings.algo_config import EPSILON, Deviation
 
-# Of values over a whole batch, which are all but equal only where they are equal.
+# For values over a whole batch, which are nearly equal only where they are equal.
 _WHITENING_EPSILON = 1e-8
 
 
@@ -29,20 +29,20 @@ class Groups:
         return self._counts[self._group_B]
 
     def sums(self, values_B: Tensor) -> Tensor:
-        """The sum over each row's group [B]."""
+        """Return the sum over each row's group [B]."""
         return torch.zeros_like(self._counts).index_add_(0, self._group_B, values_B.double())[self._group_B]
 
     def means(self, values_B: Tensor) -> Tensor:
-        """The mean over each row's group [B]."""
+        """Return the mean over each row's group [B]."""
         return self.sums(values_B) / self.sizes_B
 
     def least(self, values_B: Tensor) -> Tensor:
-        """The least value in each row's group [B]."""
+        """Return the least value in each row's group [B]."""
         least = torch.full_like(self._counts, float("inf"))
         return least.scatter_reduce_(0, self._group_B, values_B.double(), "amin")[self._group_B]
 
     def deviations(self, values_B: Tensor, kind: Deviation = "unbiased") -> Tensor:
-        """The standard deviation of each row's group [B]; 0 in a group of one row."""
+        """Return the standard deviation of each row's group [B]; 0 in a group of one row."""
         squares_B = self.sums((values_B - self.means(values_B)).square())
         divisor_B = (self.sizes_B - 1).clamp(min=1) if kind == "unbiased" else self.sizes_B
         return (squares_B / divisor_B).sqrt()
@@ -55,7 +55,7 @@ def group_relative_advantages(
     deviation: Deviation = "unbiased",
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Reward minus its group's mean, over the standard deviation that `scale` names plus `epsilon`.
+    """Return rewards minus their group's mean, over the standard deviation that `scale` names plus `epsilon`.
 
     A group of one row has advantage 0.
     """
@@ -64,17 +64,16 @@ def group_relative_advantages(
     if scale == "none":
         return centred_B.to(rewards_B)
     scale_B = groups.deviations(rewards, deviation) if scale == "group" else _deviation(rewards, deviation)
-    # Equal rewards have no deviation, and advantages of exactly 0 without an epsilon too.
+    # Equal rewards have no deviation; their advantages are exactly 0 even without an epsilon.
     return torch.where(centred_B == 0, 0.0, centred_B / (scale_B + epsilon)).to(rewards_B)
 
 
 def whitened(
     values: Tensor, kind: Deviation = "unbiased", *, centre: bool = True, copies: Tensor | None = None
 ) -> Tensor:
-    """The values over their standard deviation, less their mean unless they have none; equal values become 0.
+    """Return the values over their standard deviation, minus their mean if `centre`; equal values become 0.
 
-    `centre` is false for values that are centred already, so that those which are 0 stay it. Each value counts as often
-    as `copies` has it.
+    Pass `centre=False` for values that are centred already, so that zeros stay 0. Each value counts `copies` times.
     """
     values_64 = values.double()
     if centre:
@@ -92,12 +91,12 @@ def _deviation(values: Tensor, kind: Deviation) -> Tensor:
 
 
 def row_sums(values_R: Tensor, lengths_B: Tensor) -> Tensor:
-    """The sum over each row's tokens [B]."""
+    """Return the sum over each row's tokens [B]."""
     row_R = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
     return values_R.new_zeros(len(lengths_B)).index_add_(0, row_R, values_R)
 
 
 def sums_to_row_end(values_R: Tensor, lengths_B: Tensor) -> Tensor:
-    """At each token the sum over it and all later tokens of its row [R]."""
+    """Return at each token the sum over it and all later tokens of its row [R]."""
     rows = values_R.split(lengths_B.tolist())
     return torch.cat([row.flip(0).cumsum(0).flip(0) for row in rows]) if rows else values_R

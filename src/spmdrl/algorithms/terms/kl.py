@@ -12,7 +12,7 @@ from spmdrl.algorithms.terms.losses import bounded_exp
 
 
 def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimates of KL(policy || reference) per token (Schulman 2020, "Approximating KL Divergence").
+    """Estimate KL(policy || reference) per token (Schulman 2020, "Approximating KL Divergence").
 
     With r = reference probability / policy probability:
 
@@ -37,12 +37,11 @@ def adapted_kl_coef(kl_coef: float, divergence: float, *, target: float, gain: f
 def kl_loss(
     logprobs_R: Tensor, ref_logprobs_R: Tensor, old_logprobs_R: Tensor, estimator: KlEstimator, gradient: KlGradient
 ) -> Tensor:
-    """The estimate of KL(policy || reference) as a term of the loss, for tokens drawn by the old policy.
+    """Return the estimate of KL(policy || reference) as a term of the loss, for tokens drawn by the old policy.
 
-    plain: its own gradient, which takes the tokens as given (GRPO, arXiv:2402.03300, Eq. 4). importance: times policy /
-    old policy, so that the expected gradient is that of the divergence (DeepSeek-V3.2, arXiv:2512.02556, Eq. 7).
-    straight_through: the value of the estimate with the gradient of k2, whose expectation under the policy is that of
-    the divergence too.
+    plain: its own gradient, for fixed tokens (GRPO, arXiv:2402.03300, Eq. 4). importance: times policy / old policy, so
+    that the expected gradient is that of the divergence (DeepSeek-V3.2, arXiv:2512.02556, Eq. 7). straight_through: the
+    value of the estimate with the gradient of k2, whose expectation under the policy is that of the divergence too.
     """
     kl_R = kl_estimate(logprobs_R, ref_logprobs_R, estimator)
     if gradient == "importance":

@@ -1,4 +1,4 @@
-"""Policy losses per token from bounded probability ratios, and the weights that make them one exact global number."""
+"""Policy losses per token from bounded probability ratios, and the weights that sum them into one exact global loss."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from spmdrl.algorithms.settings.algo_config import ClipRange, LossAggregation
 from spmdrl.nouns.batch import LossScope, TokenLoss
 
 BOUNDED = "clip_ratio/bounded_share"
-"""The metric that counts tokens whose log-ratio lies beyond what losses compute with."""
+"""Metric: share of tokens whose log-ratio lies beyond the bound."""
 LOG_RATIO_BOUND = 20.0
-"""in nats: a ratio lies between 2e-9 and 5e8, far from where a float32 (88.7 nats) ends"""
+"""in nats: ratios lie between 2e-9 and 5e8, far from the end of float32 (88.7 nats)"""
 
 
 def bounded_exp(log_ratio_R: Tensor) -> Tensor:
-    """The ratio of which this is the logarithm, held in [exp(-20), exp(20)].
+    """Return the exponential, held in [exp(-20), exp(20)].
 
-    Beyond the bounds the gradient is that at the bound. A plain clamp has none there, and would never pull back the
-    tokens that are furthest off.
+    Beyond a bound the gradient is the bound's. A plain clamp has none there, and would never pull back the tokens that
+    are furthest off.
     """
     held_R: Tensor = _Held.apply(log_ratio_R)  # type: ignore[no-untyped-call]
     return held_R.exp()
 
 
 def is_beyond_bound(log_ratio_R: Tensor) -> Tensor:
-    """Which tokens' ratios `bounded_exp` holds at a bound (bool)."""
+    """Mark tokens whose ratio `bounded_exp` holds at a bound (bool)."""
     return log_ratio_R.detach().abs() > LOG_RATIO_BOUND
 
 
@@ -46,21 +46,21 @@ class _Held(torch.autograd.Function):
 
 
 def clipped_policy(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> TokenLoss:
-    """The clipped policy loss, and which tokens the clip and the bound of the ratio hold back."""
+    """Return the clipped policy loss, with metrics of the tokens held back by the clip or the ratio's bound."""
     low_R, high_R = clipped_tokens(log_ratio_R, advantages_R, clip)
     held_R = log_ratio_R.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     metrics = {
         "clip_ratio/low_mean": low_R,
         "clip_ratio/high_mean": high_R,
         BOUNDED: is_beyond_bound(log_ratio_R).float(),
-        # Of KL(before || now), 0 in a step's first update (the estimator k3).
+        # Estimates KL(before || now) by k3; 0 in a step's first update.
         "policy_kl": held_R.exp() - 1 - held_R,
     }
     return TokenLoss(clipped_policy_loss(log_ratio_R, advantages_R, clip), metrics)
 
 
 def clipped_policy_loss(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> Tensor:
-    """PPO's clipped objective, negated (Schulman et al. 2017, Eq. 7), with dual clip (Ye et al. 2020, Eq. 5)."""
+    """Return PPO's negated clipped objective (Schulman et al. 2017, Eq. 7), with dual clip (Ye et al. 2020, Eq. 5)."""
     ratio_R = bounded_exp(log_ratio_R)
     clipped_R = ratio_R.clamp(1 - clip.low, 1 + clip.high)
     loss_R = torch.maximum(-ratio_R * advantages_R, -clipped_R * advantages_R)
@@ -70,7 +70,7 @@ def clipped_policy_loss(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRan
 
 
 def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:
-    """Which tokens the low and the high bound hold back (1.0 or 0.0 each)."""
+    """Mark the tokens that the low and the high bound hold back (1.0 or 0.0 each)."""
     ratio_R = bounded_exp(log_ratio_R.detach())
     low_R = (ratio_R < 1 - clip.low) & (advantages_R < 0)
     high_R = (ratio_R > 1 + clip.high) & (advantages_R > 0)
@@ -78,25 +78,25 @@ def clipped_tokens(log_ratio_R: Tensor, advantages_R: Tensor, clip: ClipRange) -
 
 
 def sequence_mean(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> Tensor:
-    """At each token the mean over its row [R], with its gradient; of log-ratios, GSPO's (arXiv:2507.18071, Eq. 7)."""
+    """Return at each token its row's mean [R], with gradient; of log-ratios, GSPO's (arXiv:2507.18071, Eq. 7)."""
     sums_B, lengths_B = sums_and_lengths(values_R, row_of_token_R, num_rows)
     return (sums_B / lengths_B.clamp(min=1))[row_of_token_R]
 
 
 def weighted(loss_R: Tensor, weights_R: Tensor) -> Tensor:
-    """The product, and 0 where the weight is 0: 0 times what isn't finite would be NaN."""
+    """Return the product, and 0 where the weight is 0, even if the loss isn't finite."""
     return torch.where(weights_R == 0, 0.0, weights_R * loss_R)
 
 
 def sums_and_lengths(values_R: Tensor, row_of_token_R: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The sum over each row's tokens [B], with its gradient, and how many they are [B]."""
+    """Return the sum over each row's tokens [B], with its gradient, and their number [B]."""
     sums_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, values_R)
     lengths_B = values_R.new_zeros(num_rows).index_add(0, row_of_token_R, torch.ones_like(values_R))
     return sums_B, lengths_B
 
 
 def token_weights(lengths_B: Tensor, aggregation: LossAggregation, scope: LossScope) -> Tensor:
-    """The weight of each response token [R] (float64), so that the weighted sum over all ranks is the loss."""
+    """Return the weight of each response token [R] (float64), so that the weighted sum over all ranks is the loss."""
     lengths = lengths_B.double()
     if aggregation == "token-mean":
         weight_B = torch.full_like(lengths, 1.0 / max(scope.num_tokens, 1))

@@ -16,13 +16,13 @@ from spmdrl.algorithms.terms.losses import sums_and_lengths
 
 PAIR = 2
 """rows of a pair"""
-# By how much two passes in float32 may differ in a token's log-prob; what a step learns is far more.
+# Largest difference between two float32 passes in a token's log-prob; a step learns far more.
 _NOISE = 1e-5
 
 
 @dataclass(frozen=True)
 class PairTokens:
-    """What a policy makes of some pairs of rows; float, one value per response token."""
+    """Log-probs of pairs of rows; float, one value per response token."""
 
     logprobs_R: Tensor
     """carries the gradient"""
@@ -37,14 +37,14 @@ class PairTokens:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The loss of each pair [num_pairs], with its gradient, and what to report: one value per pair each."""
+    """Loss of each pair [num_pairs], with its gradient, and metrics with one value per pair."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
 
 
 def preference_loss(tokens: PairTokens, config: PreferenceConfig) -> PairLoss:
-    """The loss of each pair by `config.loss_type`."""
+    """Return the loss of each pair by `config.loss_type`."""
     logprobs_R, row_R = tokens.logprobs_R, tokens.row_R
     ratios_R = logprobs_R if tokens.reference_R is None else logprobs_R - tokens.reference_R
     _, lengths_B = sums_and_lengths(ratios_R.detach(), row_R, tokens.num_rows)
@@ -70,7 +70,7 @@ def preference_loss(tokens: PairTokens, config: PreferenceConfig) -> PairLoss:
 
 
 def reward_loss(scores_B: Tensor, margins: Tensor | None, centring: float) -> PairLoss:
-    """-log sigmoid(r_w - r_l - margin) + centring (r_w + r_l)^2 of each pair, whose preferred row comes first.
+    """Return -log sigmoid(r_w - r_l - margin) + centring (r_w + r_l)^2 per pair; the preferred row comes first.
 
     Bradley and Terry's model of preferences, in Ouyang et al. 2022 (arXiv:2203.02155), Eq. 1; with a margin in Touvron
     et al. 2023 (arXiv:2307.09288), Eq. 2; with centring in Eisenstein et al. 2023 (arXiv:2312.09244), Eq. 2.
@@ -96,11 +96,11 @@ def _loss_of_differences(differences: Tensor, config: PreferenceConfig) -> Tenso
 
 
 def _of_pairs(values_B: Tensor) -> Tensor:
-    """Sums over the rows of each pair [num_pairs]."""
+    """Sum over the rows of each pair [num_pairs]."""
     return values_B.view(-1, PAIR).sum(1)
 
 
 def _reported(margins: Tensor, noise: Tensor | float = 0.0) -> dict[str, Tensor]:
-    """Accuracy and margin of rewards per pair; the accuracy is half where the margin is no more than noise."""
+    """Return each pair's accuracy and margin of rewards; the accuracy is half where the margin is only noise."""
     is_right = 0.5 * ((margins > noise).to(margins) + (margins >= -noise).to(margins))
     return {"preference/accuracy": is_right, "preference/margin": margins}
