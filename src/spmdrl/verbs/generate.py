@@ -62,7 +62,7 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_generate_")))
         else:
             stack.enter_context(hold_run_folder(config.run, world, "generate.lock"))
-        with explained_memory(config.rollout, config.train, lambda: "generation"):
+        with explained_memory(config.rollout, config.train):
             kept = keep_answers(checked, world, folder)
         lines = kept.gathered()
         if world.is_main and prompts:
