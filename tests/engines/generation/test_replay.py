@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.generation.replay import ReplayEngine, record_rollouts, rollout_file
 from spmdrl.nouns.settings.rollout_config import SamplingParams
-from tests.engines.generation.support import run
 
 RESPONSES = [
     Response(4, (5, 6, 7), (-0.1, -0.25, -1 / 3), "stop", (2, 2, 3)),
@@ -24,10 +24,15 @@ def ask(prompt: tuple[int, ...], *rows: int) -> Request:
 def replay_of(folder: Path) -> ReplayEngine:
     record_rollouts(rollout_file(folder, 7), RESPONSES, PROMPTS)
     engine = ReplayEngine(folder)
-    engine.wake_weights()
-    engine.wake_cache()
     engine.begin_step(7)
     return engine
+
+
+def run(engine: ReplayEngine, requests: Sequence[Request]) -> dict[int, Response]:
+    engine.submit(requests)
+    responses = {response.row: response for response in engine.step()}
+    assert not engine.has_work
+    return responses
 
 
 def test_replay_returns_what_was_recorded(tmp_path: Path):
@@ -49,7 +54,6 @@ def test_ranks_may_record_parts_of_a_step(tmp_path: Path):
     for part, response in enumerate(RESPONSES):
         record_rollouts(rollout_file(tmp_path, 0, part), [response], PROMPTS)
     engine = ReplayEngine(tmp_path)
-    engine.wake_cache()
     engine.begin_step(0)
     assert run(engine, [ask((1, 2), 4, 5)]) == {4: RESPONSES[0], 5: RESPONSES[1]}
     record_rollouts(rollout_file(tmp_path, 0, 9), RESPONSES[:1], PROMPTS)
@@ -62,12 +66,8 @@ def test_a_step_without_rollouts_is_named(tmp_path: Path):
         ReplayEngine(tmp_path).begin_step(3)
 
 
-def test_a_sleeping_replay_refuses_work_and_abort_forgets_it(tmp_path: Path):
+def test_abort_forgets_what_was_asked(tmp_path: Path):
     engine = replay_of(tmp_path)
     engine.submit([ask((1, 2), 4)])
-    with pytest.raises(RuntimeError, match="1 rows are unfinished"):
-        engine.sleep()
     assert [response.finish for response in engine.abort()] == ["aborted"]
-    engine.sleep()
-    with pytest.raises(RuntimeError, match="sleeping engine"):
-        engine.submit([ask((1, 2), 4)])
+    assert not engine.has_work

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
-from spmdrl.engines.generation.replay import ReplayEngine
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.make_model import RandomWeights, decoder_config
@@ -65,8 +62,6 @@ def test_scores_are_the_logprobs_of_generation_and_scoring_changes_nothing_that_
     ]
 
 
-def test_engines_without_weights_score_nothing():
+def test_a_sleeping_engine_scores_nothing():
     with pytest.raises(RuntimeError, match="a sleeping engine can't score rows"):
         make_engine(RolloutConfig(), TINY).score(ROWS)
-    with pytest.raises(RuntimeError, match="recorded answers come from no weights"):
-        ReplayEngine(Path("nowhere")).score(ROWS)

@@ -146,11 +146,9 @@ def all_weights(
         raise ValueError(f"{len(missing)} of {len(shapes)} weights weren't given, such as {min(missing)}")
 
 
-class GenerationEngine(Protocol):
-    """An engine in this process that gives its memory back when it sleeps; used asleep, it raises RuntimeError."""
+class AnsweringEngine(Protocol):
+    """The part of an engine that answers requests, whether with weights or from a record."""
 
-    wants_iterator: ClassVar[bool]
-    """True: it takes new weights by `load_weights`; False: by filling what `wake_weights` returns."""
     version: int
     """Policy version of the weights held; the resharding flow sets it."""
 
@@ -165,6 +163,22 @@ class GenerationEngine(Protocol):
         """
         ...
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` must be called again: rows are unfinished here, or on ranks that this engine computes with."""
+        ...
+
+    def abort(self) -> list[Response]:
+        """Return everything unfinished with its tokens so far, and forget it."""
+        ...
+
+
+class GenerationEngine(AnsweringEngine, Protocol):
+    """An engine in this process that gives its memory back when it sleeps; used asleep, it raises RuntimeError."""
+
+    wants_iterator: ClassVar[bool]
+    """True: it takes new weights by `load_weights`; False: by filling what `wake_weights` returns."""
+
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs, float32, of each row's tokens but the first, at temperature 1, computed anew with these weights.
 
@@ -175,15 +189,6 @@ class GenerationEngine(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Rows submitted and not yet returned."""
-        ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` must be called again: rows are unfinished here, or on ranks that this engine computes with."""
-        ...
-
-    def abort(self) -> list[Response]:
-        """Return everything unfinished with its tokens so far, and forget it."""
         ...
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmdrl.engines.generation.protocol import Finish, Request, Response
-from spmdrl.nouns.batch import WeightSlice, offsets_of
+from spmdrl.nouns.batch import offsets_of
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
@@ -90,12 +90,10 @@ def unpacked_outcomes(rewards: Tensor, verdicts: Tensor) -> list[Outcome | None]
 
 
 class ReplayEngine:
-    """Answers the requests of a step with what was recorded for their rows; a `GenerationEngine` without weights.
+    """Answers the requests of a step with what was recorded for their rows; an `AnsweringEngine`.
 
     Call `begin_step` before the requests of each step.
     """
-
-    wants_iterator: ClassVar[bool] = False
 
     def __init__(self, folder: Path, *, has_turns: bool = False):
         """`has_turns`: whether the run has an environment."""
@@ -105,11 +103,6 @@ class ReplayEngine:
         self._recorded: dict[int, tuple[tuple[int, ...], Response]] = {}
         self._pending: dict[int, Response] = {}
         self._step: int | None = None
-        self._awake = False
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._pending)
 
     def begin_step(self, step: int) -> None:
         """Read the rollouts of a step; FileNotFoundError where none were recorded."""
@@ -127,7 +120,6 @@ class ReplayEngine:
             self._recorded.update(recorded)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._require_awake()
         self._pending |= {row: self._answer(row, one.prompt_ids) for one in requests for row in one.rows}
 
     def _answer(self, row: int, prompt_ids: tuple[int, ...]) -> Response:
@@ -155,7 +147,6 @@ class ReplayEngine:
         return bool(self._pending)
 
     def step(self) -> list[Response]:
-        self._require_awake()
         responses = list(self._pending.values())
         self._pending.clear()
         return responses
@@ -165,41 +156,6 @@ class ReplayEngine:
         rows = list(self._pending)
         self._pending.clear()
         return [Response(row, (), (), "aborted", ()) for row in rows]
-
-    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        raise RuntimeError("recorded answers come from no weights that could score rows; score them with the trainer")
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def weight_slices(self) -> dict[str, WeightSlice]:
-        return {}
-
-    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        return {}
-
-    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Leave them: recorded answers don't depend on weights."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the weights and drop them: recorded answers don't depend on them."""
-        for _ in weights:
-            pass
-
-    def wake_cache(self) -> None:
-        self._awake = True
-
-    def sleep(self) -> None:
-        if self._pending:
-            raise RuntimeError(f"{len(self._pending)} rows are unfinished; step until they end, or abort them first")
-        self._awake = False
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {"generation_weights": 0, "kv_cache": 0}
-
-    def _require_awake(self) -> None:
-        if not self._awake:
-            raise RuntimeError("a sleeping engine can't take requests or step; call wake_weights, then wake_cache")
 
 
 def _packed(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -141,7 +141,6 @@ def test_rows_recorded_with_an_environment_are_refused_without_one(pool, tmp_pat
     for has_turns in (True, False):
         engine = ReplayEngine(tmp_path, has_turns=has_turns)
         engine.begin_step(1)
-        engine.wake_cache()
         if has_turns:
             (by_request,) = run_requests(engine, [one.request(SAMPLING)])
             ((number, found),) = by_request.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.dataflow.stages.rollout.requests import (
     EndedResponses,
@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.rollout.requests import (
     row_seed,
     run_rollout,
 )
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
+from spmdrl.engines.generation.protocol import AnsweringEngine, Request, Response
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder
@@ -41,7 +41,7 @@ class GenerationStage:
     """
 
     state: ClassVar = WorkerState.GENERATION
-    engine: GenerationEngine
+    engine: AnsweringEngine
     mesh: GenerationMesh
     sampling: SamplingParams
     seed: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.engines.generation.protocol import Response
@@ -42,7 +42,6 @@ class RecordedGeneration:
     def __call__(self, samples: Samples) -> None:
         if self._replay is not None:
             self._replay.begin_step(samples.step)
-            self._replay.wake_cache()
         if samples.step != self._step:
             self._step = samples.step
             self._responses.clear()

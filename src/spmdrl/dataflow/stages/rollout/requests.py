@@ -11,7 +11,7 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
+from spmdrl.engines.generation.protocol import AnsweringEngine, Request, Response
 from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.runtime.supervision.activity import activity, some
@@ -47,7 +47,7 @@ class Turns(Protocol):
     """Lets an environment answer between the turns of a row."""
 
     def run(
-        self, engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
+        self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
         is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers: ...  # fmt: skip
 
@@ -81,7 +81,7 @@ class StopPoint:
 
 
 def run_rollout(
-    engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt], turns: Turns | None,
+    engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt], turns: Turns | None,
     is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
 ) -> Answers:  # fmt: skip
     """Run the requests, each with its prompt, in one turn or, with `turns`, in several; see `run_requests`.
@@ -94,7 +94,7 @@ def run_rollout(
 
 
 def run_requests(
-    engine: GenerationEngine, requests: Sequence[Request], is_enough: Callable[[], bool] | None = None
+    engine: AnsweringEngine, requests: Sequence[Request], is_enough: Callable[[], bool] | None = None
 ) -> Answers:
     """Run the engine until all rows have ended, or until `is_enough()` is true before one of its steps.
 

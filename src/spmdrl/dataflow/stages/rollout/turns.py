@@ -21,8 +21,8 @@ from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_reque
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
-from spmdrl.engines.generation.native.native_engine import Lockstep
-from spmdrl.engines.generation.protocol import Decode, Finish, GenerationEngine, Request, Response
+from spmdrl.engines.generation.native.row_steps import Lockstep
+from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.runtime.supervision.activity import activity, some
@@ -60,7 +60,7 @@ class RolloutTurns:
         self._return_after = return_after
 
     def run(
-        self, engine: GenerationEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
+        self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
         is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers:  # fmt: skip
         """As `run_requests`, with a prompt for each request; responses hold all turns.
@@ -110,11 +110,11 @@ class RolloutTurns:
         return []
 
     def _bring_back(
-        self, engine: GenerationEngine, due: Sequence[TurnRow], meanwhile: Meanwhile | None
+        self, engine: AnsweringEngine, due: Sequence[TurnRow], meanwhile: Meanwhile | None
     ) -> list[Response]:
         """Submit the next turns of these rows; returns the rows that have none."""
         if due and meanwhile is not None:
-            meanwhile.until(self._pool and partial(self._pool.wait, [row.row for row in due]))
+            meanwhile.until(partial(self._pool.wait, [row.row for row in due]) if self._pool else None)
         ends = [(row, self._finish(row, result, engine.version)) for row, result in self._results(due)]
         requests = [row.turn_request() for row, finish in ends if finish is None]
         if requests or not self._lockstep.is_alone:
@@ -122,7 +122,7 @@ class RolloutTurns:
         return [row.response(finish) for row, finish in ends if finish is not None]
 
     def _left_over(
-        self, engine: GenerationEngine, rows: dict[int, TurnRow], aborted: Sequence[Response], waiting: Sequence[int]
+        self, engine: AnsweringEngine, rows: dict[int, TurnRow], aborted: Sequence[Response], waiting: Sequence[int]
     ) -> list[Response]:
         """What is left when the engine stops early. Steps under way are waited for, so that none is taken twice."""
         out = [one for response in aborted for one in self._after_turn(rows[response.row], response)]
