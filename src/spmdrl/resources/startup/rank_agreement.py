@@ -133,7 +133,7 @@ def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -
     else:
         problem = difference(_groups(own, size))
     if problem is None:
-        own.set(_VERDICT, _AGREED)
+        own.set(_VERDICT, _AGREED.decode())
         return
     if reason_of_stop(problem) is None:
         # Before another rank can end with it, after which the launcher ends this one.
@@ -146,7 +146,7 @@ def _end_all(own: dist.Store, launch: LaunchEnvironment, problem: str, notice_se
     """Publish why the job can't start, and return once all others have read it, or `notice_seconds` later."""
     # The launcher's request once another rank has ended isn't the cause.
     request.begin_leaving()
-    own.set(_VERDICT, problem.encode())
+    own.set(_VERDICT, problem)
     _wait_until(lambda: own.add(_NOTICED, 0) >= launch.world_size - 1, notice_seconds)
 
 
