@@ -21,7 +21,7 @@ from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.runtime.screen import show
 
 _WIDTH = 110
-_CONFIGS = {config.name: config for config in ALGORITHMS}
+_CONFIGS = {str(vars(config)["name"]): config for config in ALGORITHMS}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str]) -> int:
             advice = f"did you mean {near}?" if near else f"they are {', '.join(_CONFIGS)}"
             raise ConfigError(f"there is no algorithm {name!r}; {advice} spmdrl help KEY explains a key")
     if "--json" in arguments:
-        show(json.dumps({"algorithms": [_entry(_CONFIGS[name]) for name in names or _CONFIGS]}, indent=1))
+        show(json.dumps({"algorithms": [_entry(name) for name in names or _CONFIGS]}, indent=1))
     else:
-        show("\n\n".join("\n".join(_page(_CONFIGS[name])) for name in names) if names else "\n".join(_list()))
+        show("\n\n".join("\n".join(_page(name)) for name in names) if names else "\n".join(_list()))
     return 0
 
 
@@ -55,8 +55,8 @@ def comparisons() -> Mapping[str, Any]:
     return found
 
 
-def _entry(config: type[AlgoConfig]) -> dict[str, Any]:
-    return {"name": config.name, "paper": f"arXiv:{paper_of(config)}", "keys": _defaults(config)}
+def _entry(name: str) -> dict[str, Any]:
+    return {"name": name, "paper": f"arXiv:{paper_of(_CONFIGS[name])}", "keys": _defaults(_CONFIGS[name])}
 
 
 def _defaults(config: type[AlgoConfig]) -> dict[str, Any]:
@@ -80,8 +80,9 @@ def _equations(config: type[AlgoConfig]) -> str:
     return own or inspect.cleandoc(sys.modules[ALGORITHMS[config].__module__].__doc__ or "")
 
 
-def _page(config: type[AlgoConfig]) -> Iterator[str]:
-    yield from textwrap.wrap(f"{config.name}: {_summary(config)}", _WIDTH)
+def _page(name: str) -> Iterator[str]:
+    config = _CONFIGS[name]
+    yield from textwrap.wrap(f"{name}: {_summary(config)}", _WIDTH)
     yield ""
     yield from _equations(config).splitlines()
     yield ""
@@ -89,9 +90,9 @@ def _page(config: type[AlgoConfig]) -> Iterator[str]:
     own = {key: value for key, value in _defaults(config).items() if key not in shared or shared[key] != value}
     yield from _keys("Its own keys and defaults:", own)
     yield from _keys("Keys of every algorithm:", {key: value for key, value in shared.items() if key not in own})
-    yield f"spmdrl help algo describes them; spmdrl train FILE.yaml algo.name={config.name} chooses it."
+    yield f"spmdrl help algo describes them; spmdrl train FILE.yaml algo.name={name} chooses it."
     yield ""
-    yield from _beside_peers(config.name)
+    yield from _beside_peers(name)
 
 
 def _keys(title: str, keys: Mapping[str, Any]) -> Iterator[str]:

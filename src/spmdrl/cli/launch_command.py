@@ -7,6 +7,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from spmdrl.cli.flags import take_numbers, take_verb
 from spmdrl.config.reader import ConfigError, start_up
@@ -71,7 +72,7 @@ def _take_options(arguments: Sequence[str], system: str) -> tuple[tuple[str, ...
     return tuple(options), others
 
 
-def _checked_name(verb: str, words: Sequence[str], planned: LaunchEnvironment) -> str:
+def _checked_name(verb: Any, words: Sequence[str], planned: LaunchEnvironment) -> str:
     """The run's name, once its config is checked as the ranks themselves will."""
     files, overrides = split_arguments(words)
     if not files and not overrides:

@@ -148,7 +148,7 @@ def _requests(
     for number in replica.share_of(len(prompts)):
         rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
         seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
-        prompt_ids = prompts[number].prompt_ids
+        prompt_ids = tuple(prompts[number].prompt_ids)
         # A prompt that fills all positions is refused by the engine, with its length.
         num_left = max(1, max_positions - len(prompt_ids))
         limited = replace(sampling, max_tokens=num_left) if num_left < sampling.max_tokens else sampling

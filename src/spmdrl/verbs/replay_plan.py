@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig
@@ -88,13 +89,12 @@ def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) 
             "which responses a step leaves to the next one depends on its replicas, so one process trains on other "
             "rows; runs of one rank can be replayed, and those with rollout.partial_max_rounds 1"
         )
-    layouts = {"update": UpdateLayout(), "generation": GenerationLayout()}
-    whole = {name: replace(section, layout=None) for name, section in config.beside.items()}
+    whole: dict[str, Any] = {name: replace(section, layout=None) for name, section in config.beside.items()}
     of_reward = {"model": whole.pop("reward_model", None), "judge": whole.pop("judge", None)}
     made = _model_at_start(plan.run)
     value = replace(
         config,
-        resources=replace(config.resources, **layouts),
+        resources=replace(config.resources, update=UpdateLayout(), generation=GenerationLayout()),
         reward=replace(config.reward, **of_reward),
         **whole,
         run=replace(config.run, dir=str(folder)),

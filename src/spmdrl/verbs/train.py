@@ -218,7 +218,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         dock=dock,
         switching=switching,
         stages=stages,
-        held_out=HeldOut(evaluator and AnswerJudge(evaluator, switching, run), run, config.eval),
+        held_out=HeldOut(AnswerJudge(evaluator, switching, run) if evaluator else None, run, config.eval),
         engine=replica.engine,
         carried=carried,
         kept_rollouts=KeptRollouts(

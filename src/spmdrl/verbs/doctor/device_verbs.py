@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,9 @@ def _check_copies(run: StageRun, num_bytes: int) -> None:
         return
     for name, pin in (("pinned", True), ("pageable", False)):
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
-        out = median_seconds(lambda host=host: host.copy_(source, non_blocking=True), device)
+        out = median_seconds(partial(host.copy_, source, non_blocking=True), device)
         target.zero_()
-        back = median_seconds(lambda host=host: target.copy_(host, non_blocking=True), device)
+        back = median_seconds(partial(target.copy_, host, non_blocking=True), device)
         run.require(torch.equal(source, target), f"a copy to {name} memory and back differs from its source")
         run.figures[f"{name}_to_host_gb_per_second"] = num_bytes / out / _GIGA
         run.figures[f"{name}_from_host_gb_per_second"] = num_bytes / back / _GIGA

@@ -79,7 +79,7 @@ def _with_options(script: str, options: tuple[str, ...]) -> str:
         name, line = option.partition("=")[0], f"#SBATCH {option}"
         own = re.compile(rf"^#SBATCH {re.escape(name)}(=.*)?$", re.MULTILINE)
         if own.search(script):
-            script = own.sub(lambda _, line=line: line, script)
+            script = own.sub(line.replace("\\", r"\\"), script)
         else:
             script = script.replace("\nset -uo", f"\n{line}\nset -uo", 1)
     return script
