@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.config.config import Config
@@ -78,7 +79,7 @@ class StepAlgorithm:
         self._first = algorithm
         self._is_main = is_main
 
-    def adapt(self, values: Mapping[str, float]) -> None:
+    def adapt(self, values: Mapping[str, Any]) -> None:
         """Go on with these values of keys that change."""
         self.now = replace(self._first, config=replace(self._first.config, **values)) if values else self._first
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from spmdrl.config.config import Config
-from spmdrl.dataflow.samples.dock import Samples, TransferDock
+from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.row_lives import Accounting
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.volume import FlowShape, Link, replay_buffer_gib, request_gib, warehouse_gib
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rows import TURNS, turn_texts
@@ -61,7 +62,7 @@ class SamplesReport(StageHook):
         ]
         self._logs.write_samples(samples.step, records)
 
-    def _record(self, samples: Samples, one: Batch, advantages: Sequence[float] | None) -> SampleRecord:
+    def _record(self, samples: Samples, one: Batch, advantages: Sequence[float | None] | None) -> SampleRecord:
         """The record of one row; without advantages it was dropped."""
         row, reward = int(one.rows[0]), float(one.dense("reward")[0])
         ids, versions, parts = (one.values(name).tolist() for name in ("response_ids", "versions", "reward_parts"))

@@ -13,7 +13,8 @@ from torch import Tensor
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.engines.training.checkpoints.manifest import step_folder_name
 from spmdrl.engines.training.packed_rows import TokenRows
-from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.run import Run
 from spmdrl.observability.jsonl import to_json
@@ -81,6 +82,6 @@ def _broken_rows(rows: TokenRows, values: Tensor) -> list[int]:
 def _write(path: Path, record: Mapping[str, object], columns: Mapping[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = sum(values.nbytes for values in columns.values())
-    path.with_suffix(".json").write_text(to_json(record | {"bytes": num_bytes}) + "\n")
+    path.with_suffix(".json").write_text(to_json({**record, "bytes": num_bytes}) + "\n")
     if num_bytes <= _MOST_BYTES:
         save_file({name: values.contiguous() for name, values in columns.items()}, path.with_suffix(".safetensors"))

@@ -116,7 +116,7 @@ class Resuming:
             record = read_record(folder)
             notes += self._check_record(record, folder)
             # One that a later step replaced is gone, where the run goes on from before that step.
-            there = [one for one in record.best if self._store.folder_of(one.step).is_dir()]
+            there = tuple(one for one in record.best if self._store.folder_of(one.step).is_dir())
             return [str(folder), replace(record, best=there).to_json(), notes]
 
         folder, record, notes = on_main(self._world, choose)

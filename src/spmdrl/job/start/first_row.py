@@ -55,8 +55,8 @@ def row_lines(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
     for name, text in answers.items():
         first, *more = _cut(text or "none")
         yield f"{name}: {first.strip()}{' ...' if more else ''}"
-    for function, names in checked.columns_taken.items():
-        taken = [name.removesuffix("=") for name in names]
+    for function, parameters in checked.columns_taken.items():
+        taken = [name.removesuffix("=") for name in parameters]
         there = [name for name in prompt.columns if name in taken or "**" in taken]
         yield f"columns for {function}: {', '.join(there) or 'none'}"
 

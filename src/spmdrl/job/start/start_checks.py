@@ -10,7 +10,7 @@ from typing import Literal
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.table import build_algorithm
-from spmdrl.config.config import Config, PreferencesConfig, RewardModelConfig, SftConfig
+from spmdrl.config.config import Config, OfflineConfig
 from spmdrl.config.reader import LoadedConfig, resolved_yaml, start_up
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows, rows_of_prompts
 from spmdrl.dataflow.data.records import BadRows
@@ -76,7 +76,7 @@ class CheckedRun:
         return self.config.algo.name if self.offline is None else self.verb
 
     @property
-    def offline(self) -> SftConfig | PreferencesConfig | RewardModelConfig | None:
+    def offline(self) -> OfflineConfig | None:
         """The section of a verb that trains on data alone; None where responses are generated."""
         config = self.config
         sections = {"sft": config.sft, "preferences": config.preferences, "reward-model": config.reward_model}
@@ -114,7 +114,7 @@ class CheckedRun:
     @property
     def roles(self) -> tuple[Role, ...]:
         """The run's models: those that its worker states use; without training on rewards the policy, mostly alone."""
-        used = {self.role_of(state) for state in self.needs} if self.verb == "train" else {POLICY}
+        used: set[Role | None] = {self.role_of(state) for state in self.needs} if self.verb == "train" else {POLICY}
         if self.verb == "preferences" and not self.config.preferences.reference_free:
             used.add(self.role_of(WorkerState.REFERENCE))
         return tuple(role for role in ROLES if role in used)
