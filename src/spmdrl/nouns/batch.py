@@ -207,7 +207,7 @@ class Batch:
         """A ragged column's row lengths [B]."""
         return self.offsets(name).diff()
 
-    def to_lists(self, name: str) -> list[list[float]]:
+    def to_lists(self, name: str) -> list[list[Any]]:
         values, bounds = self.values(name).tolist(), self.offsets(name).tolist()
         return [values[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 

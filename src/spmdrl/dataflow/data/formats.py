@@ -99,7 +99,7 @@ def _chunks(path: str, file: Path) -> Iterator[bytes]:
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers; None for one that is longer than a row may be."""
-    number, pending, num_bytes = 1, [], 0
+    number, pending, num_bytes = 1, list[bytes](), 0
     for chunk in chunks:
         *ends, rest = chunk.split(b"\n")
         for end in ends:

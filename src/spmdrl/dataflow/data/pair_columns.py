@@ -35,7 +35,7 @@ def find_pair(
     """
     if margin_key is not None:
         _check_margin(values.get(margin_key), margin_key)
-    texts = [values.get(key) for key in (CHOSEN, REJECTED)]
+    texts: list[Any] = [values.get(key) for key in (CHOSEN, REJECTED)]
     if found.prompt.key is None and not is_prompt_named and all(isinstance(text, str) and text for text in texts):
         size = _prompt_size(*texts)
         found = replace(found, prompt=Column(CHOSEN, texts[0][:size]))

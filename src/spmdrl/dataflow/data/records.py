@@ -36,9 +36,9 @@ class BadRows(ValueError):
             groups.setdefault((row.kind, _OF_A_ROW.sub("", row.problem)), []).append(row)
         lines += [_together(group) for group in [*groups.values()][:_NUM_SHOWN]]
         lines += [f"... and {len(groups) - _NUM_SHOWN} more reasons"] if len(groups) > _NUM_SHOWN else []
-        shown = "\n  ".join(lines)
+        reasons = "\n  ".join(lines)
         way_out = "mend them" if alike else "mend them, or set data.on_bad_row: skip to leave them out"
-        super().__init__(f"{len(rows)} of {num_rows} rows can't be used:\n  {shown}\n{way_out}")
+        super().__init__(f"{len(rows)} of {num_rows} rows can't be used:\n  {reasons}\n{way_out}")
 
 
 def _together(rows: list[BadRow]) -> str:

@@ -82,7 +82,7 @@ class CarriedGroups:
             record = {"leaders": self._mesh.leaders, "groups": groups, "passed": self.num_passed}
             add_text(writes, folder / _GROUPS, json.dumps(record))
         if self._mesh.is_leader and self._responses:
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for serial, batch in self._responses.items():
                 tensors |= column_tensors(batch, f"{serial}/")
             held = {name: writes.held(tensor) for name, tensor in tensors.items()}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, credit_inputs
 from spmdrl.dataflow.stages.update_report import RowsRecord
@@ -61,8 +61,8 @@ class AdvantageStage:
         kept = is_left(left_out, len(rows)).nonzero().squeeze(1)
         if kept.numel():
             of_rows = [name for name in ("response_ids", TURNS) if name in batch]
-            own = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), of_rows)
-            advantages = _advantages(own, rows[kept], inputs.of_rows(kept), credit)
+            taken = batch.select(torch.isin(batch.rows, rows[kept]).nonzero().squeeze(1), of_rows)
+            advantages = _advantages(taken, rows[kept], inputs.of_rows(kept), credit)
             faultpoint("advantage", advantages.values("advantages"))
             samples.put(self.state, advantages)
         samples.commit(self.state)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import copies_of, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
 from spmdrl.engines.training.packed_rows import TokenRows

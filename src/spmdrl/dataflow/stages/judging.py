@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import JUDGE_SCORE
 from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rollout.requests import StopPoint, run_requests

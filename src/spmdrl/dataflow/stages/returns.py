@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.rows import ModelTokens, credit_inputs
 from spmdrl.nouns.batch import Batch, CreditInputs, CreditSettings, WorkerState
 from spmdrl.nouns.settings.role_configs import END_VALUE, CriticConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import JUDGE_SCORE, MODEL_SCORE
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
 from spmdrl.dataflow.stages.returns import ReturnsStage, Rewarding
 from spmdrl.dataflow.stages.rollout.refill import Refill
@@ -23,7 +23,8 @@ AtStageEnd = Callable[[int, str], None]
 class Stage(Protocol):
     """A worker state that needs nothing but the samples."""
 
-    state: WorkerState
+    @property
+    def state(self) -> WorkerState: ...
 
     def __call__(self, samples: Samples) -> None: ...
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.models.renderer import Renderer, TokenizedPrompts
 from spmdrl.nouns.batch import Batch, gather_ragged_rows
 

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import COPIES
 from spmdrl.dataflow.stages.rows import ModelTokens, copies_of, mini_batch_of_rows, token_rows
 from spmdrl.dataflow.stages.update_report import ROW, ShownRows, mismatch, record_lags
 from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
-from spmdrl.engines.training.training_engine import TrainingEngine, UpdateResult
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.nouns.batch import Batch, LossScope, TokenLoss, TokenTerms, WorkerState
 from spmdrl.observability.metrics import Recorder
 

@@ -39,10 +39,9 @@ class LengthHistory:
 
     def observe(self, prompts: Sequence[Prompt], lengths_GN: Integers) -> None:
         """Take the lengths of finished responses; where a group has none, they are -1."""
-        is_whole_G = (lengths_GN >= 0).all(axis=1)
-        means_G = lengths_GN.sum(axis=1) * _PARTS // lengths_GN.shape[1]
-        for prompt, is_whole, mean in zip(prompts, is_whole_G.tolist(), means_G.tolist(), strict=True):
-            if is_whole:
+        for prompt, lengths in zip(prompts, lengths_GN.tolist(), strict=True):
+            if min(lengths) >= 0:
+                mean = sum(lengths) * _PARTS // len(lengths)
                 before = self._means.get(prompt.id)
                 after = mean if before is None else (before + mean) // 2
                 self._sum += after - (before or 0)

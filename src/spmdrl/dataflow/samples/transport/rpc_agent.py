@@ -20,7 +20,7 @@ from spmdrl.runtime.network.sockets import LOOPBACK
 
 # TensorPipe finds out that two processes share a kernel and then takes a shortcut past the network between them.
 # Only connections that it makes by TCP, and all to the same address, can lead through a gate.
-PLAIN_TCP = {"_transports": ["uv"], "_channels": ["basic"]}
+PLAIN_TCP: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]}
 _SCHEME = "spmdrl"
 _AGENT_PREFIX = b"uv://"
 _GATE_PREFIX = b"gate://"
@@ -86,7 +86,7 @@ class AgentAddresses(dist.Store):
 
     def __init__(self, store: dist.Store, world: World, gate: Gate):
         super().__init__()
-        self._inner = store
+        self._inner: Any = store  # PyTorch's stub has neither `timeout` nor values of bytes.
         self._world = world
         self._gate = gate
         self._address = gate.listen(world.address)

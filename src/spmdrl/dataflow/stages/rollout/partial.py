@@ -13,13 +13,13 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
-from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
 from spmdrl.dataflow.samples.row_lives import DEFERRED
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, row_seed, run_rollout, token_columns
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
-from spmdrl.engines.generation.native.native_engine import Lockstep
+from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
 from spmdrl.nouns.batch import Batch
@@ -130,7 +130,7 @@ class PartialGenerationStage(GenerationStage):
         """Whether all replicas that step together have their quota: they can stop together only."""
         return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
 
-    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool]) -> Iterator[list[AnsweredGroup]]:
+    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool]) -> Iterator[Sequence[AnsweredGroup]]:
         """The groups that got their last response in one engine step; those that were whole before come first."""
         self._notify_of_ended([(group, group.begun) for group in own])
         asked = [(group, group.request(self.sampling)) for group in own]

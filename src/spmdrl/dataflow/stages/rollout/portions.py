@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from spmdrl.dataflow.samples.dock import Samples
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.rollout.requests import Came, columns_of
 from spmdrl.engines.generation.protocol import Response

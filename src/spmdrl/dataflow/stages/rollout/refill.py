@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.dataflow.samples.carried import CarriedGroups
-from spmdrl.dataflow.samples.dock import Samples
 from spmdrl.dataflow.samples.rounds import refill_size
 from spmdrl.dataflow.samples.row_lives import DEFERRED
+from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import rule_of
 from spmdrl.dataflow.stages.advantage import drop_left_out, is_left, of_all_ranks
 from spmdrl.dataflow.stages.rows import credit_inputs
