@@ -52,7 +52,7 @@ def truncate_other_ranks(run_dir: Path, num_ranks: int, step: int) -> None:
 class Timeline:
     """Writes the stages of one rank as they end, so that a killed run keeps all but the stage it died in."""
 
-    def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[object]] = nullcontext,
                  part_bytes: int = PART_BYTES):  # fmt: skip
         """`shown(name)` is a context around each stage, such as one that shows its name on a screen."""
         self.rank = rank

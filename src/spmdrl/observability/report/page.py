@@ -18,7 +18,7 @@ from spmdrl.observability.report.charts import Chart, chart_data, chart_svg, col
 
 ASSETS = Path(__file__).with_name("assets")
 SCRIPTS = ("page.js", "charts.js", "report.js")
-JSON_FORMAT = {"separators": (",", ":"), "allow_nan": False}
+JSON_FORMAT: dict[str, Any] = {"separators": (",", ":"), "allow_nan": False}
 
 
 @dataclass(frozen=True)
