@@ -137,6 +137,9 @@ class VllmEngine:
     def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
         raise RuntimeError("vLLM takes its weights one after another; give them to load_weights")
 
+    def keep_weights(self, names: Iterable[str]) -> None:
+        raise RuntimeError("vLLM takes all weights anew each time; leave them to load_weights")
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._require_idle()
         source = {"weights_iterator": unstack(all_weights(weights, self.weight_shapes()))}

@@ -220,16 +220,21 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_eps) if span.heads else None
 
     def forward(self, inputs: Tensor, rotation: Rotation, attend: Attend, route: Route | None) -> Tensor:
-        hidden_TD = self.embed_tokens(inputs) if self.embeds else inputs
+        hidden_TD = self.embedding(inputs) if self.embeds else inputs
         for layer in self.layers.values():
             hidden_TD = layer(hidden_TD, rotation, attend, route)
         return hidden_TD if self.norm is None else self.norm(hidden_TD)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        assert self.embed_tokens is not None, "only spans that embed, or have a tied head, hold an embedding"
+        return self.embed_tokens
 
 
 class OwnHead(nn.Linear):
     """A head's weight that is not the embedding's; what is done with it is the caller's."""
 
-    def forward(self, hidden_TD: Tensor, head: Callable[[Tensor, Tensor], R]) -> R:
+    def forward(self, hidden_TD: Tensor, head: Callable[[Tensor, Tensor], R]) -> R:  # type: ignore[override]
         return head(hidden_TD, self.weight)
 
 
@@ -257,7 +262,7 @@ class Decoder(nn.Module):
     @property
     def layers(self) -> list[DecoderLayer]:
         """The layers held, in order."""
-        return list(self.model.layers.values())
+        return [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
 
     def forward(
         self,
@@ -278,4 +283,4 @@ class Decoder(nn.Module):
         if not self.span.heads:
             return hidden_TD
         own_head = self.lm_head or self.score
-        return head(hidden_TD, self.model.embed_tokens.weight) if own_head is None else own_head(hidden_TD, head)
+        return head(hidden_TD, self.model.embedding.weight) if own_head is None else own_head(hidden_TD, head)

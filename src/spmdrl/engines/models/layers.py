@@ -20,7 +20,7 @@ from spmdrl.engines.models.rope_scaling import RopeScaling
 class Attend(Protocol):
     """Causal attention of one layer's packed queries over whatever keys and values the caller keeps."""
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, /) -> Tensor:
         """Return the attended values [T, H, U]; queries and keys arrive normalized and rotated.
 
         The softmax scale is always 1 / sqrt(K): a model with another one multiplies its queries.

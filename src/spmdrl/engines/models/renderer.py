@@ -190,7 +190,7 @@ class Renderer:
 
     def warnings(self, num_texts: int, num_in_template: int, *, has_tools: bool) -> list[str]:
         """Lines on what of the options, the rows and the tokenizer isn't used or disagrees."""
-        lines = []
+        lines: list[str] = []
         if num_in_template:
             lines += filter(None, (self._end_of_turn_warning(), self._names_warning()))
         if num_texts and self.options.use == "auto" and self.has_template:
@@ -230,7 +230,7 @@ class Renderer:
         if self.options.file is None:
             return None
         # What is asked for before it is printed may be absent.
-        asked = [one.test for one in tree.find_all((nodes.If, nodes.CondExpr))]
+        asked = [*(one.test for one in tree.find_all(nodes.If)), *(one.test for one in tree.find_all(nodes.CondExpr))]
         asked += [one.node for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in _OF_ABSENT_NAMES]
         optional = {one.name for node in asked for one in (node, *node.find_all(nodes.Name)) if type(one) is nodes.Name}
         optional |= {one.name for one in tree.find_all(nodes.Name) if one.ctx == "store"}

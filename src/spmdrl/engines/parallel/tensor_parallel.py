@@ -84,7 +84,7 @@ def apply_tensor_parallel(
             _cut(decoder, name, axis, parts)
         _share_bias(decoder, name, axis)
     if "model.embed_tokens.weight" in parts.shapes:
-        decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embed_tokens.weight, vocabulary, shares_tokens)
+        decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embedding.weight, vocabulary, shares_tokens)
     for layer in decoder.layers:
         for block in (layer.self_attn, layer.mlp):
             (_share_tokens if shares_tokens else _sum_outputs)(block, axis)
@@ -127,6 +127,7 @@ def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
     parent, _, projection = path.rpartition(".")
     if is_summed(projection) and kind == "bias":
         linear = decoder.get_submodule(path)
+        assert isinstance(linear, Linear), name
         if isinstance(linear, AdaptedLinear):
             linear.num_bias_shares = axis.size
         else:
@@ -145,11 +146,11 @@ class _SharedBiasLinear(nn.Module):
         return ops.linear(values, self.weight, self.bias / self.num_ranks)
 
 
-class _EmbeddingPart(nn.Module):
+class _EmbeddingPart(nn.Embedding):
     """The embedding of this rank's part of the vocabulary; the sum over ranks has every token's."""
 
-    def __init__(self, weight: nn.Parameter, vocabulary: VocabularyPart, shares_tokens: bool):
-        super().__init__()
+    def __init__(self, weight: Tensor, vocabulary: VocabularyPart, shares_tokens: bool):
+        super().__init__(len(weight), weight.shape[1], device="meta")
         self.weight = weight
         self.vocabulary = vocabulary
         self.shares_tokens = shares_tokens

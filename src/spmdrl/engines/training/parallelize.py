@@ -109,7 +109,8 @@ def recompute_layers(decoder: Decoder) -> None:
     """Keep only each layer's input for backward, and run the layer again there (arXiv:1604.06174)."""
     for layer in decoder.layers:
         # On the instance, below the hooks: FSDP gathers the layer's weights before either run.
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        recomputed = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        vars(layer)["forward"] = recomputed
 
 
 def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, whole: bool) -> None:
@@ -138,7 +139,7 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, w
     if whole:
         assert isinstance(decoder, FSDPModule)
         decoder.set_reshard_after_backward(False)
-    elif not decoder.config.tied_head and decoder.model.embed_tokens is not None:
+    elif not decoder.config.tied_head and isinstance(decoder.model.embed_tokens, FSDPModule):
         # Its backward adds up gradients by token, for which it needs no weights.
         decoder.model.embed_tokens.set_unshard_in_backward(False)
 
@@ -163,8 +164,7 @@ def _vocabulary_modules(decoder: Decoder) -> list[nn.Module]:
     return [module for module in (decoder.model.embed_tokens, decoder.lm_head, decoder.score) if module is not None]
 
 
-def _sum_gradients(module: nn.Module) -> None:
-    assert isinstance(module, FSDPModule)
+def _sum_gradients(module: FSDPModule) -> None:
     # Shares of the loss add up over ranks, so gradients must too: a plain sum is exact for any number of ranks.
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -91,7 +92,7 @@ class Passes:
         if self._pipeline and plan:
             size = max(self._size(_offsets(*self._laid_out(rows, members))) for members in plan)
         for members in plan:
-            yield self._standing_in(lambda members=members: self._prepared(rows, members, size, scope), self._dummy)
+            yield self._standing_in(partial(self._prepared, rows, members, size, scope), self._dummy)
 
     def _prepared(
         self, rows: TokenRows, members: Sequence[int], size: int | None, scope: RoutingScope | None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import buffer_dtypes, parameter_shapes
@@ -106,7 +107,7 @@ class ShardedModel:
     def decoders(self) -> list[Decoder]:
         return list(self.stages.values())
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for one in self._parameters:
             yield one.name, one.now
 
@@ -171,7 +172,7 @@ class ShardedModel:
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 size, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-                if placement.is_shard():
+                if isinstance(placement, TorchShard):
                     box = box.narrowed(placement.dim, *chunk_of(box.shape[placement.dim], size, rank))
                 else:
                     first = first and rank == 0
@@ -287,7 +288,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def local_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+def local_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The local storage of every gradient that is there."""
     return {name: local_tensor(weight.grad) for name, weight in parameters if weight.grad is not None}
 
@@ -301,7 +302,7 @@ def holds_replicas(mesh: UpdateMesh, device: torch.device, *, parameters: torch.
     return device.type == "cpu" and mesh.layout.data > 1 and is_whole and parameters == compute == torch.float32
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+def sum_gradients(parameters: Sequence[Tensor], axis: Axis) -> None:
     """Replace each gradient by its sum over the replicas. Collective over the axis.
 
     A rank that has no gradient where another has one, as its memory ran out, takes part with zeros.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class TrainingEngine:
 
         def to_scalar(micro: MicroBatch, ratings: tuple[Tensor, ...]) -> Tensor:
             if not micro.members:
-                return sum(0.0 * values.sum() for values in ratings)
+                return reduce(torch.add, (0.0 * values.sum() for values in ratings))
             terms = loss(Scores(*ratings) if self.rating == "logprobs" else ratings[0], micro)
             faultpoint("forward", terms.loss)
             # Read once all are done, as reading waits for the device.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmdrl.engines.training.microbatch import MemoryRanOut
 from spmdrl.engines.training.packed_rows import LossTerms
@@ -40,12 +40,12 @@ def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
     return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
 
-def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter], device: Device) -> torch.optim.AdamW:
+def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor], device: Device) -> torch.optim.AdamW:
     """AdamW with its state allocated at once, so that memory and checkpoints are the same before and after a step."""
     fused = device.kind in FUSED_ADAMW
     # The fused kernel takes sharded and plain tensors, but not in one call.
-    sharded: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    sharded: list[Tensor] = []
+    plain: list[Tensor] = []
     for parameter in parameters:
         (plain if type(parameter.data) is Tensor else sharded).append(parameter)
     optimizer = torch.optim.AdamW(
@@ -71,7 +71,7 @@ def squared_norm(gradients: Sequence[Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
 
-def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
+def clip_gradients(gradients: list[Tensor], *, norm: float, max_norm: float) -> None:
     """Scale local gradients in place so that their global norm, which is `norm`, is at most `max_norm`."""
     factor = max_norm / (norm + CLIP_EPS)
     if factor < 1 and gradients:

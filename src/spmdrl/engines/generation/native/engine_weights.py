@@ -174,8 +174,8 @@ class Product:
 
     def __init__(
         self,
-        weights: Sequence[nn.Parameter],
-        biases: Sequence[nn.Parameter | None] = (None,),
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (None,),
         adapted: Sequence[AdaptedLinear | None] = (None,),
     ):
         """`adapted` are the layers that add an adapter to their output."""
@@ -237,18 +237,18 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
             layers = (module.gate_proj, module.up_proj)
         if layers:
             joined.update(layers)
-            module.project = product = Product.of(*layers)
+            vars(module)["project"] = product = Product.of(*layers)
             yield product
     for module in decoder.model.modules():
         is_whole = type(module) is Linear or (isinstance(module, AdaptedLinear) and module.num_bias_shares == 1)
-        if is_whole and module not in joined:
+        if isinstance(module, Linear) and is_whole and module not in joined:
             product = Product.of(module)
-            module.forward = lambda rows_BD, product=product: product(rows_BD)[0]
+            vars(module)["forward"] = lambda rows_BD, product=product: product(rows_BD)[0]
             yield product
 
 
-def _head_weight(decoder: Decoder) -> nn.Parameter:
-    return decoder.model.embed_tokens.weight if decoder.lm_head is None else decoder.lm_head.weight
+def _head_weight(decoder: Decoder) -> Tensor:
+    return decoder.model.embedding.weight if decoder.lm_head is None else decoder.lm_head.weight
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

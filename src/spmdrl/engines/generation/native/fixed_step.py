@@ -183,7 +183,7 @@ class FixedStep:
         attend = DecodeAttention(self._cache, integers[:, _TABLE:], integers[:, _LENGTH])
         logits_BV = self._logits(fed_B, lengths_B - 1, attend).float()
         columns = (column[:num_rows] for column in self._buffers.sampling.columns)
-        drawn = draw(logits_BV, lengths_B, RowSampling(*columns, shape.sampling), self._never)
+        drawn = draw(logits_BV, lengths_B, RowSampling(shape.sampling, *columns), self._never)
         tokens_B.copy_(drawn.tokens_B)
         logprobs_B.copy_(drawn.logprobs_B)
 

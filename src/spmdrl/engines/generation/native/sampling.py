@@ -47,6 +47,7 @@ class SamplingKinds:
 class RowSampling:
     """Sampling parameters of a batch, one entry per row."""
 
+    kinds: SamplingKinds
     streams_B: Tensor
     """The rows' seeds, mixed; see `uniforms`."""
     divisor_B1: Tensor
@@ -56,7 +57,6 @@ class RowSampling:
     top_p_B: Tensor
     top_k_B: Tensor
     min_p_B: Tensor
-    kinds: SamplingKinds
 
     @classmethod
     def of_rows(cls, seeds: Sequence[int], sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:

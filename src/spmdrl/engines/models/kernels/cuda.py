@@ -91,7 +91,8 @@ def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: tuple[Tensor, Te
             options["enable_gqa"] = True
         else:
             k_TJK, v_TJK = k_TJK.repeat_interleave(share, dim=1), v_TJK.repeat_interleave(share, dim=1)
-    return varlen_attn(q_THK, k_TJK, v_TJK, *bounds, **options)[..., :value_size]
+    attended_THK: Any = varlen_attn(q_THK, k_TJK, v_TJK, *bounds, **options)
+    return attended_THK[..., :value_size]
 
 
 @cache

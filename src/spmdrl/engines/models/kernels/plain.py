@@ -100,8 +100,8 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
 def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
     whole = rows.whole_rows()
     tokens = Copies.of(torch.cat(whole)).to(q_THK.device)
-    heads = (x.index_select(0, tokens.index) for x in (q_THK, k_TJK, v_TJU))
-    attended = packed_attention(*heads, PackedRows(offsets_of([len(row) for row in whole])))
+    q, k, v = (x.index_select(0, tokens.index) for x in (q_THK, k_TJK, v_TJU))
+    attended = packed_attention(q, k, v, PackedRows(offsets_of([len(row) for row in whole])))
     # The first copy of each token.
     return attended.index_select(0, tokens.rounds[0][0])
 

@@ -60,7 +60,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return plain.rotate(heads, cos, sin)
     if torch.is_grad_enabled() and heads.requires_grad:
         return _Rotated.apply(library, heads, cos, sin)
-    return _rotated(library, heads, cos, sin, 1.0)
+    return _rotated(library, 1.0, heads, cos, sin)
 
 
 class _Rotated(torch.autograd.Function):
@@ -68,14 +68,14 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx: Any, library: ctypes.CDLL, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.library = library
         ctx.save_for_backward(cos, sin)
-        return _rotated(library, heads, cos, sin, 1.0)
+        return _rotated(library, 1.0, heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _rotated(ctx.library, gradient, *ctx.saved_tensors, -1.0), None, None
+        return None, _rotated(ctx.library, -1.0, gradient, *ctx.saved_tensors), None, None
 
 
-def _rotated(library: ctypes.CDLL, heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotated(library: ctypes.CDLL, sign: float, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn heads [T, H, K] by their tokens' angles, or back where the sign is -1."""
     heads, cos, sin = _in_runs(heads), cos.contiguous(), sin.contiguous()
     out = _new_like(heads)

@@ -23,19 +23,19 @@ from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
-    widened = [_widened(heads) for heads in (q_THK, k_TJK, v_TJU)]
-    library = library_for(*widened)
+    q, k, v = (_widened(heads) for heads in (q_THK, k_TJK, v_TJU))
+    library = library_for(q, k, v)
     if library is None:
         return cpu.packed_attention(q_THK, k_TJK, v_TJU, rows)
-    return _attend(library, *widened, rows.table).to(q_THK.dtype)
+    return _attend(library, q, k, v, rows.table).to(q_THK.dtype)
 
 
 def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
-    widened = [_widened(heads) for heads in (q_THK, k_TJK, v_TJU)]
-    library = library_for(*widened)
+    q, k, v = (_widened(heads) for heads in (q_THK, k_TJK, v_TJU))
+    library = library_for(q, k, v)
     if library is None:
         return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows)
-    return _attend(library, *widened, rows.table).to(q_THK.dtype)
+    return _attend(library, q, k, v, rows.table).to(q_THK.dtype)
 
 
 def _widened(heads: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def cached_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Ten
     q_BHK, tables_BC, lengths_B = _in_runs(q_BHK), tables_BC.contiguous(), lengths_B.contiguous()
     out_BHU = q_BHK.new_empty(num_rows, num_heads, value_size)
     # As of the first head, whose places follow each other inside of a block.
-    cached = ((x.data_ptr(), x.shape[-1], block_size * x.shape[-1]) for x in (keys, values))
-    heads = (_Heads * 3)((q_BHK.data_ptr(), q_BHK.stride(0), q_BHK.stride(1)), *cached)
+    cached = (_Heads(x.data_ptr(), x.shape[-1], block_size * x.shape[-1]) for x in (keys, values))
+    heads = (_Heads * 3)(_Heads(q_BHK.data_ptr(), q_BHK.stride(0), q_BHK.stride(1)), *cached)
     shape = _Shape(num_heads, num_kv_heads, key_size, value_size, 0, 1)
     sizes = (num_rows, tables_BC.shape[1], block_size)
     places = (tables_BC.data_ptr(), lengths_B.data_ptr(), *sizes, out_BHU.data_ptr())
@@ -70,12 +70,12 @@ def _attend(library: ctypes.CDLL, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, t
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, library: ctypes.CDLL, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, table: RowTable) -> Tensor:
-        inputs = tuple(map(_in_runs, (q_THK, k_TJK, v_TJU)))
+        q, k, v = map(_in_runs, (q_THK, k_TJK, v_TJU))
         # The highest score of each query, and one over its sum of exponentials.
         stats = q_THK.new_empty(*q_THK.shape[:2], 2)
-        out = _attended(library, *inputs, table, stats)
+        out = _attended(library, q, k, v, table, stats)
         ctx.library, ctx.table = library, table
-        ctx.save_for_backward(*inputs, out, stats)
+        ctx.save_for_backward(q, k, v, out, stats)
         return out
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Shape(ctypes.Structure):
 
 def _call_of(table: RowTable, *inputs: Tensor) -> tuple[Any, ...]:
     """What both calls begin with: queries, keys, values and perhaps a gradient, their sizes, and the rows."""
-    heads = (_Heads * len(inputs))(*((x.data_ptr(), x.stride(0), x.stride(1)) for x in inputs))
+    heads = (_Heads * len(inputs))(*(_Heads(x.data_ptr(), x.stride(0), x.stride(1)) for x in inputs))
     (_, num_heads, key_size), (_, num_kv_heads, value_size) = inputs[0].shape, inputs[2].shape
     threads = torch.get_num_threads()
     shape = _Shape(num_heads, num_kv_heads, key_size, value_size, len(table.group_ends), threads)
