@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,7 @@ from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.stages.advantage import AdvantageStage
 from spmdrl.dataflow.stages.critic_update import CriticUpdateStage
-from spmdrl.dataflow.stages.inference import (
-    CutValueStage,
-    LikeliestTokensStage,
-    OlderLogprobsStage,
-    Presence,
-    ScoreStage,
-)
+from spmdrl.dataflow.stages.inference import ScoreStage, score_stages
 from spmdrl.dataflow.stages.judging import Judge, JudgeStage
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.returns import ReturnsStage
@@ -38,7 +31,7 @@ from spmdrl.dataflow.stages.rollout.portions import Portions
 from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
-from spmdrl.dataflow.stages.stages import Stage, Stages
+from spmdrl.dataflow.stages.stages import Stage, StageHook, Stages
 from spmdrl.dataflow.stages.teacher import TeachersPrompts
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
@@ -49,7 +42,6 @@ from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
-from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.replica import Replica, build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
@@ -57,7 +49,7 @@ from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
-from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REFERENCE, TEACHER, WorkerState
+from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import Arrivals
@@ -77,11 +69,16 @@ class StepAlgorithm:
     def __init__(self, algorithm: Algorithm, *, is_main: bool):
         self.now = algorithm
         self._first = algorithm
+        self._next = algorithm
         self._is_main = is_main
 
     def adapt(self, values: Mapping[str, Any]) -> None:
-        """Go on with these values of keys that change."""
-        self.now = replace(self._first, config=replace(self._first.config, **values)) if values else self._first
+        """Keep these values of keys that change for the next step."""
+        self._next = replace(self._first, config=replace(self._first.config, **values)) if values else self._first
+
+    def advance(self) -> None:
+        """End the present step."""
+        self.now = self._next
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write the keys that change, if there are any."""
@@ -93,6 +90,7 @@ class StepAlgorithm:
         """Take back the keys that change; where an earlier part of the run changed none, they begin as configured."""
         saved = json.loads((folder / _ALGORITHM_STATE).read_text()) if (folder / _ALGORITHM_STATE).is_file() else {}
         self.adapt({key: float(saved[key]) for key in self._first.adapted_keys & saved.keys()})
+        self.advance()
 
 
 def build_turns(
@@ -206,51 +204,43 @@ class StageParts:
     """prompts that aren't tried again"""
 
 
-def build_stages(checked: CheckedRun, run: Run, parts: StageParts) -> Stages:
+def build_stages(checked: CheckedRun, run: Run, parts: StageParts, algorithm: StepAlgorithm) -> Stages:
     """The worker states that make the algorithm's columns."""
     config, critic, recorder = checked.config, checked.config.critic, run.logs.recorder
     reward = RewardStage(
         parts.pool, config.reward, parts.tokenizer.decode, recorder, run.logs.timeline, parts.quarantine
     )
-    refill = None
+    attempts = None
     if parts.carried.rules.num_refills:
         settings, mesh = credit_settings_of(config), parts.replica.mesh
-        refill = Refill(parts.carried, checked.algorithm, settings, mesh, recorder)
-    without_actor: list[Stage] = []
-    with_actor: list[Stage] = []
-    scores: list[ScoreStage] = []
-    for state in checked.needs:
-        if state is WorkerState.JUDGE:
-            assert parts.judge is not None, "a run has a judge by its section"
-            without_actor.append(JudgeStage(parts.judge, parts.tokenizer.decode, recorder))
-        if state.work == "score" and (role := checked.role_of(state)) is not None:
-            present, trainer = partial(parts.switching.present, role), parts.models[role].trainer
-            stage = _score_stage(checked, parts, state, trainer, present)
-            scores.append(stage)
-            (with_actor if role.presence == "training" else without_actor).append(stage)
-    if not refill and config.dock.fuse:
-        # Waited for last: every pass before it hides the seconds of the reward functions.
-        with_actor.append(reward)
-    elif not refill:
-        read_by_rewards = (WorkerState.REWARD_MODEL, WorkerState.JUDGE)
-        without_actor.insert(sum(stage.state in read_by_rewards for stage in without_actor), reward)
-    portions = None if refill else _build_portions(checked, run, parts, scores)
-    generation = _build_generation(checked, run, parts, reward, portions)
+        attempts = Refill(parts.carried, checked.algorithm, settings, mesh, recorder).attempts
+    scores = score_stages(
+        checked.slots, {role: model.trainer for role, model in parts.models.items()}, parts.switching.present,
+        parts.teachers_prompts.in_place if parts.teachers_prompts else None,
+        num_likeliest=checked.algorithm.num_likeliest,
+    )  # fmt: skip
+    portions = None if attempts else _build_portions(checked, run, parts, list(scores.values()))
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,
         config.train.skip_zero_advantage, agreement_of(config), first_step=critic.warmup_steps + 1 if critic else 1,
     )  # fmt: skip
-    with_credit: list[CriticUpdateStage] = []
+    advantage = AdvantageStage(recorder, credit_settings_of(config), parts.records)
+    update = UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown)
+    hooks: list[StageHook] = []
+    stages: dict[WorkerState, Stage] = {
+        WorkerState.GENERATION: _build_generation(checked, run, parts, reward, portions),
+        WorkerState.REWARD: reward,
+        WorkerState.ADVANTAGE: lambda samples: algorithm.adapt(advantage(samples, algorithm.now)),
+        WorkerState.UPDATE: lambda samples: update(samples, algorithm.now, [hook.loss for hook in hooks]),
+        **scores,
+    }
+    if parts.judge is not None:
+        stages[WorkerState.JUDGE] = JudgeStage(parts.judge, parts.tokenizer.decode, recorder)
     if critic is not None:
-        with_credit.append(CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder))
-    return Stages(
-        attempt=[generation, reward] if refill else [generation], refill=refill,
-        without_actor=without_actor, with_actor=with_actor,
-        returns=ReturnsStage(critic, credit_settings_of(config)) if critic else None,
-        advantage=AdvantageStage(recorder, credit_settings_of(config), parts.records), with_credit=with_credit,
-        update=UpdateStage(parts.models[POLICY].trainer, plan, recorder, parts.shown), timeline=run.logs.timeline,
-        at_end=parts.switching.note_memory,
-    )  # fmt: skip
+        returns = ReturnsStage(critic, credit_settings_of(config))
+        stages[WorkerState.RETURNS] = lambda samples: returns(samples, algorithm.now)
+        stages[WorkerState.CRITIC_UPDATE] = CriticUpdateStage(parts.models[CRITIC].trainer, critic, plan, recorder)
+    return Stages(checked.slots, stages, run.logs.timeline, parts.switching.note_memory, hooks=hooks, attempts=attempts)
 
 
 def _build_portions(checked: CheckedRun, run: Run, parts: StageParts, scores: Sequence[ScoreStage]) -> Portions | None:
@@ -269,34 +259,6 @@ def _build_portions(checked: CheckedRun, run: Run, parts: StageParts, scores: Se
     run.console.note(f"{', '.join(stage.state.value for stage in scores)}: in {number} portions, {when}")
     arrivals = None if obstacle else Arrivals(run.world.timeout_seconds)
     return Portions(number, scores, mesh.tensor, run.logs.timeline, arrivals)
-
-
-def _without_adapters(present: Presence, trainer: TrainingEngine) -> Presence:
-    @contextmanager
-    def both() -> Iterator[None]:
-        with present(), trainer.without_adapters():
-            yield
-
-    return both
-
-
-def _score_stage(
-    checked: CheckedRun, parts: StageParts, state: WorkerState, trainer: TrainingEngine, present: Presence
-) -> ScoreStage:
-    critic, prompts = checked.config.critic, parts.teachers_prompts
-    if state.role is REFERENCE and checked.role_of(state) is POLICY:
-        return ScoreStage(state, trainer, _without_adapters(present, trainer))
-    seen = prompts.in_place if prompts is not None and state.role is TEACHER else None
-    if state is WorkerState.TEACHER_TOP:
-        vocab_size = parts.models[POLICY].source.decoder.vocab_size
-        num_likeliest = checked.algorithm.num_likeliest
-        return LikeliestTokensStage(trainer, present, seen, num_likeliest=num_likeliest, vocab_size=vocab_size)
-    kind = ScoreStage
-    if state.role is CRITIC and critic is not None and critic.bootstraps:
-        kind = CutValueStage
-    elif state is WorkerState.OLD_LOGPROBS and agreement_of(checked.config) != "measured":
-        kind = OlderLogprobsStage
-    return kind(state, trainer, present, seen)
 
 
 def _build_generation(

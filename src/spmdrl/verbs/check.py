@@ -123,7 +123,8 @@ def _layouts(checked: CheckedRun, launch: LaunchEnvironment) -> Iterator[str]:
         yield from (f"{role.name} layout: {layout}" for role, layout in checked.own_layouts.items())
     yield f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}"
     if checked.verb == "train":
-        yield f"worker states: {' -> '.join(state.value for state in checked.needs)}"
+        yield "schedule: worker state (model; phase): columns read -> made"
+        yield from (f"    {slot}" for slot in checked.slots)
     yield from (source.summary for source in (*checked.train_rows, *checked.eval_rows) if source.found)
     if launch.world_size > 1:
         yield f"ranks: {launch.world_size} on {launch.num_nodes} nodes; their devices weren't looked at"

@@ -16,6 +16,7 @@ from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.reward import RewardFailure
+from spmdrl.dataflow.stages.schedule import Phase
 from spmdrl.dataflow.stages.stages import Stages
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.generation.protocol import GenerationEngine
@@ -121,26 +122,21 @@ class Training:
 def loop(training: Training) -> None:
     """Rollout, credit, update, until no step remains. Collective over all ranks."""
     run, switching, stages = training.run, training.switching, training.stages
-    algorithm, num_generations = training.algorithm, training.checked.config.rollout.num_generations
+    num_generations = training.checked.config.rollout.num_generations
     training.held_out.before()
     for step in run.remaining_steps():
         prompts, holders = training.prompts_of_step(step)
         samples = training.dock.open_batch(step, prompts, num_generations, holders)
         if not training.kept_rollouts.take_up(samples):
             switching.to_generation(step)
-            stages.generate(samples)
+            stages.run(Phase.GENERATION, samples)
             switching.start_return(step)
-        for stage in stages.without_actor:
-            stage(samples)
+        stages.run(Phase.WITHOUT_ACTOR, samples)
         switching.to_update(step)
-        for stage in stages.with_actor:
-            stage(samples)
+        stages.run(Phase.WITH_ACTOR, samples)
         training.kept_rollouts.keep(samples)
-        adapted = stages.credit(samples, algorithm.now)
-        for stage in stages.with_credit:
-            stage(samples)
-        stages.update(samples, algorithm.now)
-        algorithm.adapt(adapted)
+        stages.run(Phase.UPDATE, samples)
+        training.algorithm.advance()
         training.report.count(training.account.close(training.dock.close_batch(samples)))
         training.held_out.when_due(step)
         run.finish_step(step)
@@ -206,7 +202,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         judge,
         quarantine,
     )
-    stages = build_stages(checked, run, parts)
+    stages = build_stages(checked, run, parts, algorithm)
     report = SamplesReport(run.logs, dock, shown, records, tokenizer.decode, rewards=config.reward.names)
     stages.hooks.append(report)
     return Training(

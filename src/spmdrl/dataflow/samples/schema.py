@@ -64,7 +64,9 @@ RULES: tuple[ColumnRule, ...] = (
     # 1: the response ended with a stop token; 0: it was cut at the length limit.
     _rule("finished", torch.int32, WorkerState.GENERATION, "prompt_ids"),
     # Of each token but the row's last, its experts in each sparse layer; there only where routing is replayed.
-    _rule("routed_experts", torch.int16, WorkerState.GENERATION, "prompt_ids", ragged=True),
+    replace(
+        _rule("routed_experts", torch.int16, WorkerState.GENERATION, "prompt_ids", ragged=True), is_always_made=False
+    ),
     _rule("reward", torch.float32, WorkerState.REWARD, _TOKENS),
     _rule("reward_verdict", torch.int32, WorkerState.REWARD, _TOKENS),
     # One value per part of the reward, in the order of `RewardConfig.names`.

@@ -1,14 +1,16 @@
 """The inference states: what a model makes of finished responses before the update.
 
 Log-probs under reference and policy, values of the critic, a reward model's scores, a teacher's likeliest tokens.
+`score_stages` chooses the class of each by its slot.
 
 Shape letters: `R` packed response tokens that the model wrote; `J` likeliest tokens of a place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from torch import Tensor
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import column_of
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens, token_rows
+from spmdrl.dataflow.stages.schedule import Slot
 from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import Batch, Integers, WorkerState, offsets_of
+from spmdrl.nouns.roles import POLICY, TEACHER, Role
 from spmdrl.nouns.settings.role_configs import END_VALUE
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.device import to_device
@@ -153,3 +157,38 @@ class LikeliestTokensStage(ScoreStage):
             offsets = offsets_of(lengths_B * values_RJ.shape[1])
             scored.put_ragged(f"teacher_top_{name}", model_tokens.spread(values_RJ).flatten(), offsets)
         return scored
+
+
+def score_stages(
+    slots: Sequence[Slot], engines: Mapping[Role, TrainingEngine],
+    present: Callable[[Role], AbstractContextManager[None]], teachers_view: Seen | None, *, num_likeliest: int,
+) -> dict[WorkerState, ScoreStage]:  # fmt: skip
+    """The stages in which models score; `teachers_view` is the `seen` of the teacher."""
+    stages: dict[WorkerState, ScoreStage] = {}
+    for slot in slots:
+        state, role = slot.state, slot.role
+        if state.work != "score" or role is None:
+            continue
+        engine, presence = engines[role], partial(present, role)
+        seen = teachers_view if state.role is TEACHER else None
+        if state is WorkerState.REFERENCE and role is POLICY:
+            stages[state] = ScoreStage(state, engine, _without_adapters(presence, engine))
+        elif state is WorkerState.TEACHER_TOP:
+            vocab_size = engines[POLICY].config.vocab_size
+            stages[state] = LikeliestTokensStage(
+                engine, presence, seen, num_likeliest=num_likeliest, vocab_size=vocab_size
+            )
+        else:
+            is_older = "versions" in slot.reads
+            kind = CutValueStage if END_VALUE in slot.makes else OlderLogprobsStage if is_older else ScoreStage
+            stages[state] = kind(state, engine, presence, seen)
+    return stages
+
+
+def _without_adapters(present: Presence, engine: TrainingEngine) -> Presence:
+    @contextmanager
+    def both() -> Iterator[None]:
+        with present(), engine.without_adapters():
+            yield
+
+    return both

@@ -1,36 +1,23 @@
-"""The worker states of one run, timed, in the order in which the loop calls them."""
+"""The worker states of one run, timed, in the order of its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import Tensor
 
 from spmdrl.dataflow.samples.samples import Samples
-from spmdrl.dataflow.stages.advantage import AdvantageStage, Credit
-from spmdrl.dataflow.stages.returns import ReturnsStage, Rewarding
-from spmdrl.dataflow.stages.rollout.refill import Refill
-from spmdrl.dataflow.stages.update import Learner, UpdateStage
+from spmdrl.dataflow.stages.schedule import Phase, Slot
+from spmdrl.dataflow.stages.update import Learner
 from spmdrl.nouns.batch import TokenTerms
 from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.timeline import Timeline
 
+Stage = Callable[[Samples], object]
+"""The work of a worker state. Collective: every rank calls it at the same place of a step."""
+Attempts = Callable[[Samples], Iterable[None]]
 AtStageEnd = Callable[[int, str], None]
-
-
-class Stage(Protocol):
-    """A worker state that needs nothing but the samples."""
-
-    @property
-    def state(self) -> WorkerState: ...
-
-    def __call__(self, samples: Samples) -> None: ...
-
-
-class Crediting(Credit, Rewarding, Protocol):
-    """The part of an algorithm that turns rewards into what is learnt."""
 
 
 class StageHook:
@@ -47,60 +34,31 @@ class StageHook:
 
 
 class Stages:
-    """Calls each worker state under the timeline's clock."""
+    """Calls each worker state in its slot, under the timeline's clock."""
 
     def __init__(
-        self, *, attempt: Sequence[Stage], refill: Refill | None, without_actor: Sequence[Stage],
-        with_actor: Sequence[Stage], returns: ReturnsStage | None, advantage: AdvantageStage,
-        with_credit: Sequence[Stage], update: UpdateStage, timeline: Timeline, at_end: AtStageEnd,
+        self, slots: Sequence[Slot], stages: Mapping[WorkerState, Stage], timeline: Timeline, at_end: AtStageEnd, *,
+        hooks: list[StageHook], attempts: Attempts | None = None,
     ):  # fmt: skip
-        """`attempt` are the states that answer prompts, again wherever there is a `refill`.
+        """`attempts` yields before each time that a step generates; without it, a step does so once.
 
         `at_end(step, stage)` is called at each stage's end: the place to record what memory is held.
         """
-        self.without_actor = [self._timed(stage) for stage in without_actor]
-        self.with_actor = [self._timed(stage) for stage in with_actor]
-        self.with_credit = [self._timed(stage) for stage in with_credit]
-        self._attempt = [self._timed(stage) for stage in attempt]
-        self._refill = refill
-        self._returns = returns
-        self._advantage = advantage
-        self._update = update
+        self.hooks = hooks
+        self._slots = slots
+        self._stages = stages
         self._timeline = timeline
         self._at_end = at_end
-        self.hooks: list[StageHook] = []
+        self._attempts = attempts
 
-    def generate(self, samples: Samples) -> None:
-        """Answer the prompts, and others in place of those that the algorithm leaves out. Collective.
-
-        Rewards start as responses end.
-        """
-        for _ in (None,) if self._refill is None else self._refill.attempts(samples):
-            for stage in self._attempt:
-                stage(samples)
-
-    def credit(self, samples: Samples, credit: Crediting) -> Mapping[str, float]:
-        """Turn rewards into returns, where a critic learns them, and advantages. Collective.
-
-        Returns the keys of the algorithm that change with the next step.
-        """
-        if self._returns is not None:
-            with self._stage(self._returns.state, samples):
-                self._returns(samples, credit)
-        with self._stage(self._advantage.state, samples):
-            return self._advantage(samples, credit)
-
-    def update(self, samples: Samples, learner: Learner) -> None:
-        """Train on the batch. Collective."""
-        with self._stage(self._update.state, samples):
-            self._update(samples, learner, [hook.loss for hook in self.hooks])
-
-    def _timed(self, stage: Stage) -> Callable[[Samples], None]:
-        def run(samples: Samples) -> None:
-            with self._stage(stage.state, samples):
-                stage(samples)
-
-        return run
+    def run(self, phase: Phase, samples: Samples) -> None:
+        """Run the slots of a phase, in their order. Collective."""
+        attempts = self._attempts if phase is Phase.GENERATION else None
+        for _ in (None,) if attempts is None else attempts(samples):
+            for slot in self._slots:
+                if slot.phase is phase:
+                    with self._stage(slot.state, samples):
+                        self._stages[slot.state](samples)
 
     @contextmanager
     def _stage(self, state: WorkerState, samples: Samples) -> Iterator[None]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from spmdrl.algorithms.algorithm import Algorithm
@@ -18,6 +19,7 @@ from spmdrl.dataflow.data.synthetic import SCHEME
 from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
 from spmdrl.dataflow.stages.reward import SCORE_COLUMNS
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
+from spmdrl.dataflow.stages.schedule import Slot, schedule
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.graph_steps import wants_graphs
@@ -118,6 +120,14 @@ class CheckedRun:
         if self.verb == "preferences" and not self.config.preferences.reference_free:
             used.add(self.role_of(WorkerState.REFERENCE))
         return tuple(role for role in ROLES if role in used)
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """The worker states of a step, in their order."""
+        return schedule(
+            self.needs, {state: self.role_of(state) for state in self.needs}, fuse=self.config.dock.fuse,
+            refills=bool(self.algorithm.max_refills), has_turns=self.config.environment.function is not None,
+        )  # fmt: skip
 
     def layout_of(self, role: Role) -> UpdateLayout:
         """How a model is cut."""
