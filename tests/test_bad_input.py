@@ -8,10 +8,12 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS
+from spmdrl.job.start import prepared
 from tests.support.jobs import run_job, tiny_config
 
 REFUSED = [
@@ -164,6 +166,27 @@ def test_what_all_ranks_find_wrong_is_shown_once_however_late_one_of_them_is(tmp
     job = run_job("train", *run, ranks=2, timeout=60, prepare=partial(be_late, late))
     assert job.returncode == 2
     assert job.stderr.count("spmdrl: ") == 1 and job.stderr.count(words) == 1, job.stderr
+
+
+def be_late_once_met() -> None:
+    """Have rank 0 find last what all ranks find wrong about model and data."""
+    if os.environ.get("RANK") == "0":
+        check = prepared.check_model_fits
+
+        def check_late(*arguments: Any) -> None:
+            time.sleep(4)
+            check(*arguments)
+
+        prepared.check_model_fits = check_late
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_all_ranks_find_wrong_after_they_have_met_is_shown_once_too(tmp_path):
+    run = [tiny_config(tmp_path), "data.max_prompt_length=2", f"run.dir={tmp_path / 'run'}"]
+    job = run_job("train", *run, ranks=2, timeout=60, prepare=be_late_once_met)
+    assert job.returncode == 2
+    assert job.stderr.count("spmdrl: ") == 1 and "data.max_prompt_length is 2" in job.stderr, job.stderr
 
 
 def test_a_checkpoint_folder_of_another_run_is_refused(tmp_path):
