@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu, invariant, ops, plain
+from spmdrl.engines.models.kernels import cpu, ops, plain
 from spmdrl.engines.models.kernels.cpp import row_attention
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows, copy_rows, padded_prefixed_attention
@@ -59,13 +59,10 @@ def test_rows_behind_prefixes_attend_as_whole_rows_do(value_size, attend):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("has_library", [True, False])
-def test_in_the_exact_mode_they_have_the_bits_of_rows_by_themselves(monkeypatch, has_library):
-    if not has_library:
-        monkeypatch.setattr(invariant, "library_for", lambda *tensors: None)
+def test_on_a_cpu_they_have_the_bits_of_rows_by_themselves():
     inputs = [values.detach() for values in heads(16)]
-    found = invariant.prefixed_attention(*inputs, prefixed())
-    assert torch.equal(found, row_by_row(*inputs, attend=invariant.packed_attention))
+    found = row_attention.prefixed_attention(*inputs, prefixed())
+    assert torch.equal(found, row_by_row(*inputs, attend=row_attention.packed_attention))
 
 
 @pytest.mark.parametrize("module", [row_attention, None])
