@@ -41,33 +41,6 @@ class Shard:
     """Whether no other rank counts as the holder of these elements: over all ranks, first shards tile the tensor."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The box of a tensor that this rank holds, and whether no other rank counts as its holder."""
-
-    box: WeightSlice
-    shape: tuple[int, ...]
-    """Of the box."""
-    global_shape: tuple[int, ...]
-    is_first: bool
-
-
-@dataclass
-class _Weight:
-    """A weight's name in the whole model, where a module has it, and what was there last."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    tensor: Tensor | None = None
-    shard: Shard | None = None
-
-    @property
-    def now(self) -> Tensor:
-        """The tensor itself, which FSDP2 replaces while it has the weight gathered."""
-        return getattr(self.module, self.attribute)
-
-
 class ShardedModel:
     """The decoder stages of one rank, cut and sharded by the layout, under the names of the whole model."""
 
@@ -94,12 +67,8 @@ class ShardedModel:
         self.parts = parts
         """What each stage holds before FSDP2 shards it."""
         self._part_of = {name: held for held in parts.values() for name in held.slices}
-        # Modules stay, and so do the names of their weights: they are walked once.
-        self._parameters = [one for decoder in stages.values() for one in _weights(decoder, decoder.named_parameters())]
-        self._buffers = [one for decoder in stages.values() for one in _weights(decoder, decoder.named_buffers())]
+        self._buffers = {name for decoder in stages.values() for name, _ in decoder.named_buffers()}
         self._fsdp_modules = [m for decoder in stages.values() for m in decoder.modules() if isinstance(m, FSDPModule)]
-        self._places: dict[tuple[str, bool], _Place] = {}
-        """By name, and by whether FSDP2 shards it."""
         # The stage with the embedding counts as the holder of a tied head.
         self._copies = {_EMBEDDING} if any(_is_tied_copy(decoder) for decoder in stages.values()) else set()
 
@@ -107,17 +76,19 @@ class ShardedModel:
     def decoders(self) -> list[Decoder]:
         return list(self.stages.values())
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for one in self._parameters:
-            yield one.name, one.now
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters as they are now: FSDP2 replaces those that it has gathered."""
+        for decoder in self.decoders:
+            yield from decoder.named_parameters()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, then the buffers that belong to the weights."""
-        for one in (*self._parameters, *self._buffers):
-            yield one.name, one.now
+        yield from self.named_parameters()
+        for decoder in self.decoders:
+            yield from decoder.named_buffers()
 
     def named_shards(self) -> dict[str, Shard]:
-        return {one.name: self._shard_of_weight(one) for one in (*self._parameters, *self._buffers)}
+        return {name: self.shard_of(name, weight) for name, weight in self.named_weights()}
 
     @torch.no_grad()
     def merged_shards(self) -> dict[str, Shard]:
@@ -146,25 +117,6 @@ class ShardedModel:
 
     def shard_of(self, name: str, tensor: Tensor) -> Shard:
         """The part that this rank holds of a weight, or of a gradient or mean that is cut like it."""
-        key, local = (name, isinstance(tensor, DTensor)), local_tensor(tensor)
-        if key not in self._places:
-            self._places[key] = self._place_of(name, tensor)
-        place = self._places[key]
-        assert local.shape == place.shape, (name, tuple(local.shape), place.box)
-        return Shard(local, place.box, place.global_shape, place.is_first)
-
-    def _shard_of_weight(self, weight: _Weight) -> Shard:
-        """The shard of a weight, found anew where FSDP2 has put another tensor, or other storage under it.
-
-        Storage that is freed and comes back is the same.
-        """
-        tensor = weight.now
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if weight.shard is None or weight.tensor is not tensor or not _share_storage(weight.shard.tensor, local):
-            weight.tensor, weight.shard = tensor, self.shard_of(weight.name, tensor)
-        return weight.shard
-
-    def _place_of(self, name: str, tensor: Tensor) -> _Place:
         parts = self._part_of[name]
         box, first = parts.slices[name], name not in self._copies
         if self.mesh.tensor.size > 1:
@@ -176,9 +128,11 @@ class ShardedModel:
                     box = box.narrowed(placement.dim, *chunk_of(box.shape[placement.dim], size, rank))
                 else:
                     first = first and rank == 0
-        elif self.is_replica or any(name == buffer.name for buffer in self._buffers):
+        elif self.is_replica or name in self._buffers:
             first = first and self.mesh.data.rank == 0 and self.mesh.context.rank == 0
-        return _Place(box, box.shape, parts.shapes[name], first)
+        local = local_tensor(tensor)
+        assert local.shape == box.shape, (name, tuple(local.shape), box)
+        return Shard(local, box, parts.shapes[name], first)
 
     def gather_whole(
         self, shards: Mapping[str, Shard], dtype: torch.dtype, *, wanted: Callable[[str], bool] = lambda name: True
@@ -268,16 +222,6 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 def _is_tied_copy(decoder: Decoder) -> bool:
     """Whether the stage holds an embedding for its head alone."""
     return decoder.config.tied_head and decoder.span.heads and not decoder.span.embeds
-
-
-def _weights(decoder: Decoder, named: Iterable[tuple[str, Tensor]]) -> Iterator[_Weight]:
-    for name, _ in named:
-        path, _, attribute = name.rpartition(".")
-        yield _Weight(name, decoder.get_submodule(path), attribute)
-
-
-def _share_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
