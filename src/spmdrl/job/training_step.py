@@ -37,8 +37,8 @@ from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.generation.native.row_steps import Lockstep
+from spmdrl.engines.models.decoder import row_cost_of
 from spmdrl.engines.models.renderer import Renderer
-from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdrl.dataflow.samples.balancing.balance import SLACK_PERCENT, RowLoads, Taker, assign_rows, deal_groups
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
-from spmdrl.engines.models.row_cost import row_cost_of
+from spmdrl.engines.models.decoder import row_cost_of
 from spmdrl.engines.training.microbatch import plan_microbatches
 from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.partition import ROWS, RowCost

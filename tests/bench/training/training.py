@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.reader import start_up
-from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.decoder import DecoderConfig, row_cost_of
 from spmdrl.engines.models.hf.model_folder import read_config
 from spmdrl.engines.models.hf.weight_check import open_weights
-from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.decoder import DecoderConfig, row_cost_of
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
-from spmdrl.engines.models.row_cost import row_cost_of
 from spmdrl.engines.training.microbatch import fewest_microbatches, plan_microbatches
 from spmdrl.engines.training.packed_rows import TokenRows, dummy_rows, to_microbatch
 from spmdrl.nouns.batch import offsets_of

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.row_cost import row_cost_of
+from spmdrl.engines.models.decoder import row_cost_of
 from spmdrl.engines.training.microbatch import MemoryRanOut, MicrobatchLimit, plan_microbatches
 from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows
 from spmdrl.engines.training.passes import HeadOf, Passes
