@@ -14,8 +14,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
-from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
-from spmdrl.engines.training.context.packed_flash import runs_packed_flash
+from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward, runs_packed_flash
 from spmdrl.engines.training.context.ring_attention import RingAttention, plan_ring
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
