@@ -19,8 +19,8 @@ from spmdrl.dataflow.stages.rollout.requests import columns_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.start.start_checks import check_run, states_of
 from spmdrl.nouns.batch import Batch, TokenLoss, WorkerState

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights, decoder_config

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.forward import CachedDecoder
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.schedules import FAMILIES, ROUNDING, SCHEDULES, engine_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder, RowChoices
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, RowChoices
 
 LAYERS = (5, 3)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.nouns.settings.model_sizes import MoeConfig

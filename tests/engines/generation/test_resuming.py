@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.engines.generation.schedules import (

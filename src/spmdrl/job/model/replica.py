@@ -8,8 +8,8 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.tokenizer import ModelTokenizer

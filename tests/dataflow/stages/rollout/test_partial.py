@@ -23,8 +23,8 @@ from spmdrl.dataflow.samples.rounds import RoundRules
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.reward.pool import RewardPool

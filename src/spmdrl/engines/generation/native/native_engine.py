@@ -13,13 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.expert_choices import ChoiceRecorder
 from spmdrl.engines.generation.native.fixed_step import FixedStep
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.paged import affordable_blocks
 from spmdrl.engines.generation.native.row_steps import Lockstep, RowSteps
-from spmdrl.engines.generation.native.running_rows import check_request
+from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, check_request
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.native.step_pipeline import StepPipeline
 from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights
