@@ -22,7 +22,7 @@ from tests.support import simulated_accelerator
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, summary_of, tiny_config, untimed, weights_digest
 from tests.support.ranks import end, fork
 
-from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
+from spmdrl.engines.models.kernels import ops, packed, plain, prefixed
 from spmdrl.engines.training.context import block_kernels
 from spmdrl.observability.timeline import MemorySnapshot, read_timeline
 
@@ -47,7 +47,7 @@ def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"], ops.TABLE["linear"]["cpu"] = plain.blocked_linear, plain.linear
     for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected"):
         ops.TABLE[operation]["cpu"] = getattr(plain, operation)
-    ops.TABLE["packed_attention"]["cpu"] = cpu.packed_attention
+    ops.TABLE["packed_attention"]["cpu"] = packed.padded_attention
     ops.TABLE["prefixed_attention"]["cpu"] = prefixed.padded_prefixed_attention
     block_kernels.PADDED_KERNELS["cpu"] = block_kernels.PLAIN
     torch.backends.cuda.enable_flash_sdp(False)

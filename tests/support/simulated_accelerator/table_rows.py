@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spmdrl.engines.generation.native import cached_attention
-from spmdrl.engines.models.kernels import cpu, ops, plain, prefixed
+from spmdrl.engines.models.kernels import cpu, ops, packed, plain, prefixed
 from spmdrl.engines.training import updater as optimizer
 from spmdrl.resources import device as devices
 
@@ -25,7 +25,7 @@ def fill_tables(name: str, library: str) -> None:
     # Nor does it read memory by its address.
     for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected"):
         ops.TABLE[operation][name] = getattr(plain, operation)
-    ops.TABLE["packed_attention"][name] = cpu.packed_attention
+    ops.TABLE["packed_attention"][name] = packed.padded_attention
     ops.TABLE["prefixed_attention"][name] = prefixed.padded_prefixed_attention
     ops.TABLE["paged_attention"][name] = torch.ops.simulated.paged_attention
     cached_attention.WHOLE_ROW_TILES[name] = cached_attention.WHOLE_ROW_TILES["cpu"]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.engines.models.kernels.packed import causal_attention, group_rows, padded_attention, plan_blocks
+from spmdrl.engines.models.kernels.packed import PackedRows, group_rows, padded_attention, plan_blocks
 from spmdrl.nouns.batch import offsets_of
 
 lengths_of_rows = st.lists(st.integers(0, 400), max_size=40)
@@ -36,7 +36,7 @@ def test_every_token_has_one_slot_and_comes_back_from_it(lengths: list[int]) -> 
 @pytest.mark.parametrize("lengths", [[5, 5], [3, 80, 7]])
 def test_no_gradient_is_put_in_a_tensor_of_zeros(lengths: list[int]) -> None:
     heads = [torch.randn(sum(lengths), 2, 4, requires_grad=True) for _ in range(3)]
-    out = padded_attention(*heads, plan_blocks(offsets_of(lengths).tolist()), causal_attention)
+    out = padded_attention(*heads, PackedRows(offsets_of(lengths)))
     operations, waiting = set[str](), [out.grad_fn]
     while waiting:
         node = waiting.pop()

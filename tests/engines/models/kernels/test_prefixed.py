@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu, ops, plain
+from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.cpp import row_attention
-from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.packed import PackedRows, padded_attention
 from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows, copy_rows, padded_prefixed_attention
 from spmdrl.nouns.batch import offsets_of
 
@@ -67,7 +67,7 @@ def test_on_a_cpu_they_have_the_bits_of_rows_by_themselves():
 
 @pytest.mark.parametrize("module", [row_attention, None])
 def test_on_a_cpu_they_have_the_bits_of_whole_rows_that_share_nothing(module):
-    of_prefixed, of_rows = padded_prefixed_attention, cpu.packed_attention
+    of_prefixed, of_rows = padded_prefixed_attention, padded_attention
     if module is not None:
         of_prefixed, of_rows = module.prefixed_attention, module.packed_attention
     inputs, rows = [values.detach() for values in heads(16)], prefixed()

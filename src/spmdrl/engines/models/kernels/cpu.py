@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
-from spmdrl.engines.models.kernels.packed import PackedRows, padded_attention
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
@@ -25,10 +24,6 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out.addmm_(a.to(out.dtype).T, b.to(out.dtype))
-
-
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
-    return padded_attention(q_THK, k_TJK, v_TJU, rows.padded(q_THK.device))
 
 
 class _PageSizes(ctypes.Structure):

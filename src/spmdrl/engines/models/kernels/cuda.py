@@ -61,7 +61,7 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
     if not rows.lengths or not _flash_can(q_THK):
-        return padded_attention(q_THK, k_TJK, v_TJU, rows.padded(q_THK.device))
+        return padded_attention(q_THK, k_TJK, v_TJU, rows)
     ends = rows.cumulative(q_THK.device)
     return _flash(q_THK, k_TJK, v_TJU, (ends, ends, rows.longest, rows.longest))
 

@@ -9,7 +9,7 @@ Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -172,32 +172,20 @@ class _FromSlots(torch.autograd.Function):
         return at_slots.index_fill_(0, ctx.plan.padded_slots, 0), None
 
 
-CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From queries [B, H, Q, K], and keys and values [B, J, Q, K], to [B, H, Q, K]."""
-
-
-def causal_attention(q_BHQK: Tensor, k_BJQK: Tensor, v_BJQK: Tensor) -> Tensor:
-    has_shared_keys = q_BHQK.shape[1] != k_BJQK.shape[1]
-    return F.scaled_dot_product_attention(q_BHQK, k_BJQK, v_BJQK, is_causal=True, enable_gqa=has_shared_keys)
-
-
-def padded_attention(
-    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: PaddedPlan, attend: CausalAttention = causal_attention
-) -> Tensor:
-    """Attend inside each row of the plan; returns [T, H, U]."""
+def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+    """As `ops.packed_attention`, in padded blocks of rows of similar length."""
+    plan = rows.padded(q_THK.device)
     if not plan.blocks:
         return nothing_attended(q_THK, k_TJK, v_TJU)
     if plan.is_identity:
-        return attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks, attend)
+        return attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks)
     queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
-    return _FromSlots.apply(attend_blocks(queries, keys, values, plan.blocks, attend), plan)
+    return _FromSlots.apply(attend_blocks(queries, keys, values, plan.blocks), plan)
 
 
-def attend_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block], attend: CausalAttention
-) -> Tensor:
+def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block]) -> Tensor:
     """Attend in each block of slots; returns [slots, H, U]."""
-    value_size = values.shape[-1]
+    value_size, has_shared_keys = values.shape[-1], queries.shape[1] != keys.shape[1]
     # Fast kernels want one head size: padded with zeros, long rows take less than half the time.
     values = pad_values(keys, values)
     attended = []
@@ -206,7 +194,8 @@ def attend_blocks(
     heads = [x.split(sizes) if len(sizes) > 1 else (x,) for x in (queries, keys, values)]
     for block, *parts in zip(blocks, *heads, strict=True):
         shape = (block.num_rows, block.length)
-        out = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in parts))
+        q_BHQK, k_BJQK, v_BJQK = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
+        out = F.scaled_dot_product_attention(q_BHQK, k_BJQK, v_BJQK, is_causal=True, enable_gqa=has_shared_keys)
         out = out if out.shape[-1] == value_size else out[..., :value_size]
         attended.append(out.transpose(1, 2).flatten(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels.packed import (
     Block,
-    CausalAttention,
     PackedRows,
     RowTable,
     attend_blocks,
-    causal_attention,
     plan_blocks,
 )
 from spmdrl.nouns.batch import offsets_of
@@ -185,13 +183,11 @@ class PrefixedRows:
         return torch.arange(self.num_first).split(lengths)
 
 
-def padded_prefixed_attention(
-    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, attend: CausalAttention = causal_attention
-) -> Tensor:
+def padded_prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
     """As `ops.prefixed_attention`, with the bits of whole rows that share nothing: each attends as it would then.
 
     What a prefix attends to is that of its first row.
     """
     plan = rows.padded(q_THK.device)
     queries, keys, values = (copy_rows(heads, plan.tokens) for heads in (q_THK, k_TJK, v_TJU))
-    return copy_rows(attend_blocks(queries, keys, values, plan.blocks, attend), plan.results)
+    return copy_rows(attend_blocks(queries, keys, values, plan.blocks), plan.results)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu
 from spmdrl.engines.models.kernels.cpp.cpu_library import library_for
-from spmdrl.engines.models.kernels.packed import PackedRows, RowTable
+from spmdrl.engines.models.kernels.packed import PackedRows, RowTable, padded_attention
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, padded_prefixed_attention
 
 
@@ -26,7 +25,7 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
     q, k, v = (_widened(heads) for heads in (q_THK, k_TJK, v_TJU))
     library = library_for(q, k, v)
     if library is None:
-        return cpu.packed_attention(q_THK, k_TJK, v_TJU, rows)
+        return padded_attention(q_THK, k_TJK, v_TJU, rows)
     return _attend(library, q, k, v, rows.table).to(q_THK.dtype)
 
 
