@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.models.kernels import onednn, ops
-from spmdrl.engines.models.kernels.onednn import BlockedLinear, blocked_linear_takes
+from spmdrl.engines.models.kernels import cpu, ops
+from spmdrl.engines.models.kernels.cpu import BlockedLinear, blocked_linear_takes
 
 SIZES = [(97, 33), (192, 64), (48, 160), (1, 8), (640, 1100)]
 
@@ -60,7 +60,7 @@ LARGE_SIZES = [(192, 256), (1100, 96), (97, 640)]
 @pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
 def by_onednn(request, monkeypatch) -> bool:
     """Products as on processors that have one of the two as the faster."""
-    monkeypatch.setattr(onednn, "_is_faster", lambda: request.param)
+    monkeypatch.setattr(cpu, "_is_faster", lambda: request.param)
     return request.param
 
 
@@ -70,7 +70,7 @@ def test_products_and_their_gradients_are_those_in_float64(num_out, num_in, has_
     torch.manual_seed(0)
     shapes = ((37, num_in), (num_out, num_in), (num_out,))
     inputs = [torch.randn(shape).requires_grad_() for shape in shapes[: 3 if has_bias else 2]]
-    assert onednn.linear_takes(inputs[1]) == by_onednn
+    assert cpu.linear_takes(inputs[1]) == by_onednn
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     slope = torch.randn(num_out, 37).T
     (ops.linear(*inputs) * slope).sum().backward()
@@ -81,7 +81,7 @@ def test_products_and_their_gradients_are_those_in_float64(num_out, num_in, has_
 
 @pytest.mark.parametrize(("num_out", "num_in"), LARGE_SIZES)
 def test_training_and_packed_weights_give_a_row_the_same_bits(num_out, num_in, monkeypatch) -> None:
-    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
+    monkeypatch.setattr(cpu, "_is_faster", lambda: True)
     torch.manual_seed(0)
     weight, rows = torch.randn(num_out, num_in).requires_grad_(), torch.randn(1000, num_in)
     together = ops.linear(rows, weight)
@@ -93,7 +93,7 @@ def test_training_and_packed_weights_give_a_row_the_same_bits(num_out, num_in, m
 
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_products_of_many_numbers_of_rows_leave_little_memory_behind(is_packed, monkeypatch) -> None:
-    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
+    monkeypatch.setattr(cpu, "_is_faster", lambda: True)
     weight = torch.randn(272, 144).requires_grad_()
     packed = BlockedLinear(weight, None)
 
@@ -110,7 +110,7 @@ def test_products_of_many_numbers_of_rows_leave_little_memory_behind(is_packed, 
 
 
 def test_only_what_needs_a_gradient_gets_one(monkeypatch) -> None:
-    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
+    monkeypatch.setattr(cpu, "_is_faster", lambda: True)
     weight, rows = torch.randn(256, 256), torch.randn(20, 256)
     assert not ops.linear(rows, weight).requires_grad
     ops.linear(rows.requires_grad_(), weight).sum().backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import Decoder, SelfAttention
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.onednn import BlockedLinear
+from spmdrl.engines.models.kernels.cpu import BlockedLinear
 from spmdrl.engines.models.layers import FeedForward, Linear
 from spmdrl.engines.models.lora import AdaptedLinear
 

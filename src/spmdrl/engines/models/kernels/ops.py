@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, onednn, plain
+from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
 from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.kernels.packed import PackedRows
@@ -27,8 +27,8 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
-    "linear": {"cpu": onednn.linear, "cuda": F.linear, "npu": F.linear},
-    "blocked_linear": {"cpu": onednn.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
+    "linear": {"cpu": cpu.linear, "cuda": F.linear, "npu": F.linear},
+    "blocked_linear": {"cpu": cpu.blocked_linear, "cuda": plain.blocked_linear, "npu": plain.blocked_linear},
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "exponential_sums": {
         "cpu": elementwise.exponential_sums,
@@ -104,7 +104,7 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
     return implementation("grouped_linear", rows_MD)(rows_MD, weights_EOD, counts_E)
 
 
-def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> onednn.BlockedLinear | None:
+def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> cpu.BlockedLinear | None:
     """A linear layer with a copy of this weight that is faster than F.linear without gradients; None if none is."""
     return implementation("blocked_linear", weight_OD)(weight_OD, bias_O)
 
