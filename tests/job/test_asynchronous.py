@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config, untimed
 
-from spmdrl.engines.training.checkpoints import snapshot
+from spmdrl.engines.training.checkpoints import file_writes
 from spmdrl.engines.training.checkpoints.manifest import damage
 from spmdrl.runtime.supervision.hang_report import HUNG
 
@@ -80,7 +80,7 @@ def test_a_disk_that_refuses_one_costs_that_one(tmp_path, monkeypatch):
 
 def without_memory_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
-        snapshot._MOST_OF_FREE = 0.0
+        file_writes._MOST_OF_FREE = 0.0
 
 
 @pytest.mark.ranks

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from spmdrl.engines.training.checkpoints.background_save import BackgroundSave, RankOfSave
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
-from spmdrl.engines.training.checkpoints.file_writes import add_text
+from spmdrl.engines.training.checkpoints.file_writes import HostCopies, NoHostMemory, Snapshot, add_text
 from spmdrl.engines.training.checkpoints.manifest import damage
-from spmdrl.engines.training.checkpoints.snapshot import HostCopies, NoHostMemory, Snapshot
 from spmdrl.engines.training.checkpoints.trainer_state import write_shards
 from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.nouns.batch import whole_slice

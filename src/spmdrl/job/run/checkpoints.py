@@ -13,8 +13,7 @@ from pathlib import Path
 
 from spmdrl.engines.training.checkpoints.background_save import BackgroundSave, RankOfSave
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, SaveResult
-from spmdrl.engines.training.checkpoints.file_writes import FileWrites, WritesAtOnce, add_text
-from spmdrl.engines.training.checkpoints.snapshot import HostCopies, Snapshot
+from spmdrl.engines.training.checkpoints.file_writes import FileWrites, HostCopies, Snapshot, WritesAtOnce, add_text
 from spmdrl.job.run.best_checkpoint import LINK, BestStep, best_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, RunRecord
 from spmdrl.job.run.run_logs import RunLogs
