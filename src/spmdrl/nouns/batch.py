@@ -53,7 +53,7 @@ class WeightSlice:
         return count
 
     def intersect(self, other: WeightSlice) -> WeightSlice | None:
-        """The box that both hold, or None where they share no element."""
+        """Return the box that both hold, or None where they share no element."""
         if self.name != other.name:
             return None
         starts = tuple(map(max, self.starts, other.starts))
@@ -63,19 +63,19 @@ class WeightSlice:
         return WeightSlice(self.name, starts, stops)
 
     def narrowed(self, dim: int, start: int, stop: int) -> WeightSlice:
-        """The part of the box from start to stop of one dim, counted within it."""
+        """Return the part of the box from start to stop of one dim, counted within it."""
         starts, stops = list(self.starts), list(self.stops)
         starts[dim], stops[dim] = self.starts[dim] + start, self.starts[dim] + stop
         return WeightSlice(self.name, tuple(starts), tuple(stops))
 
     def index_within(self, outer: WeightSlice) -> tuple[slice, ...]:
-        """Indexes of this box inside a tensor that holds exactly `outer`."""
+        """Return the indexes of this box inside a tensor that holds exactly `outer`."""
         pairs = zip(self.starts, self.stops, outer.starts, strict=True)
         return tuple(slice(start - origin, stop - origin) for start, stop, origin in pairs)
 
 
 def whole_slice(name: str, shape: Sequence[int]) -> WeightSlice:
-    """All of a weight of this shape."""
+    """Return all of a weight of this shape."""
     return WeightSlice(name, (0,) * len(shape), tuple(shape))
 
 
@@ -89,7 +89,7 @@ class Batch:
     its offsets [B + 1]: row b has `values[offsets[b]:offsets[b + 1]]`. `data` is all of it as one TensorDict.
     """
 
-    # Plain dicts: to find a column in a TensorDict takes as long as to copy some thousand values.
+    # Plain dicts: a look-up in a TensorDict takes as long as copying some thousand values.
     __slots__ = ("_columns", "_offsets", "rows")
 
     def __init__(self, rows: Tensor):
@@ -100,7 +100,7 @@ class Batch:
 
     @classmethod
     def over(cls, data: TensorDict) -> Batch:
-        """The batch in a TensorDict that has the keys of `data`, whatever moved, mapped or copied it.
+        """Return the batch in a TensorDict with the keys of `data`, also once that was moved, mapped or copied.
 
         Nothing is copied. Raises ValueError if rows or offsets are missing.
         """
@@ -115,7 +115,7 @@ class Batch:
     @property
     def data(self) -> TensorDict:
         """The same tensors as a new TensorDict: `data["rows"]`, `data[NAME]`, and `data["offsets", NAME]`."""
-        # Only here: it brings Dynamo with it, which takes longer to import than the rest of PyTorch.
+        # Imported here: it loads Dynamo, which takes longer than the rest of PyTorch.
         from tensordict import TensorDict
 
         return TensorDict({_ROWS: self.rows, **self._columns, _OFFSETS: self._offsets}, batch_size=[])
@@ -126,7 +126,7 @@ class Batch:
 
     @classmethod
     def of_packed(cls, rows: Tensor, columns: dict[str, Tensor], offsets: dict[str, Tensor]) -> Batch:
-        """The batch of columns that fit its rows; those that have offsets are ragged. The dicts are taken over."""
+        """Return a batch of columns that fit its rows, ragged ones with offsets. Takes over the dicts."""
         batch = cls(rows)
         batch._columns, batch._offsets = columns, offsets
         return batch
@@ -161,7 +161,7 @@ class Batch:
         self.put_ragged(name, torch.tensor(flat, dtype=dtype), offsets)
 
     def update(self, other: Batch) -> None:
-        """Take over the columns of a batch of the same rows."""
+        """Add the columns of a batch of the same rows."""
         assert self.rows.shape == other.rows.shape, (self.rows.shape, other.rows.shape)
         for name in other._columns:
             self._offsets.pop(name, None)
@@ -169,7 +169,7 @@ class Batch:
         self._offsets.update(other._offsets)
 
     def on_host(self, to_host: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Batch:
-        """The same batch with all tensors on the host and without gradients; itself, if it is such a batch.
+        """Return the same batch with all tensors on the host and without gradients; itself, if it is such a batch.
 
         `to_host` copies tensors to the host, and is called once; host tensors are kept as they are.
         """
@@ -186,25 +186,25 @@ class Batch:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Of each column its values: of a dense one [B], of a ragged one packed [T]."""
+        """Values of each column: dense [B], ragged packed [T]."""
         return self._columns
 
     def dense(self, name: str) -> Tensor:
-        """The column's values [B]."""
+        """Return the column's values [B]."""
         assert not self.is_ragged(name), f"{name} is a ragged column"
         return self._columns[name]
 
     def values(self, name: str) -> Tensor:
-        """A ragged column's packed values [T]."""
+        """Return a ragged column's packed values [T]."""
         assert self.is_ragged(name), f"{name} is a dense column"
         return self._columns[name]
 
     def offsets(self, name: str) -> Tensor:
-        """A ragged column's offsets [B + 1]."""
+        """Return a ragged column's offsets [B + 1]."""
         return self._offsets[name]
 
     def lengths(self, name: str) -> Tensor:
-        """A ragged column's row lengths [B]."""
+        """Return a ragged column's row lengths [B]."""
         return self.offsets(name).diff()
 
     def to_lists(self, name: str) -> list[list[Any]]:
@@ -224,7 +224,7 @@ class Batch:
         return out
 
     def num_bytes(self) -> int:
-        """Bytes of all columns' tensors, offsets included, row indexes not."""
+        """Count the bytes of all columns' tensors with offsets, without row numbers."""
         return sum(leaf.nbytes for leaf in self._leaves()) - self.rows.nbytes
 
     def _leaves(self) -> list[Tensor]:
@@ -246,14 +246,14 @@ class Batch:
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
-    """Offsets [B + 1] of rows with these lengths [B]."""
+    """Compute offsets [B + 1] of rows with these lengths [B]."""
     if not isinstance(lengths, Tensor):
         return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
 
 
 def gather_ragged_rows(values_T: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and offsets of the ragged rows named by `index`, without a Python loop over rows."""
+    """Gather values and offsets of the ragged rows at `index`, without a Python loop over rows."""
     lengths = offsets.diff()[index]
     out_offsets = offsets_of(lengths)
     shift = (offsets[:-1][index] - out_offsets[:-1]).repeat_interleave(lengths)
@@ -266,13 +266,13 @@ class CreditSettings:
     """Settings of a run that algorithms credit rewards by, beside their own."""
 
     part_names: tuple[str, ...]
-    """of each reward function"""
+    """names of the reward functions"""
     part_weights: tuple[float, ...]
-    """the weight of each reward function in the reward"""
+    """weights of the reward functions"""
     max_length: int
     """`rollout.max_completion_length`, the most tokens of a row"""
     seed: int = 0
-    """of the run"""
+    """seed of the run"""
 
 
 @dataclass(frozen=True)
@@ -286,13 +286,13 @@ class CreditInputs:
     lengths_B: Tensor
     """int64, tokens per row that the model wrote; at least 1"""
     columns: Batch
-    """the columns that the algorithm reads, of response tokens those that the model wrote"""
+    """columns that the algorithm reads; of response tokens, only the model's"""
     settings: CreditSettings
     step: int = 0
-    """which random numbers are those of"""
+    """selects the random numbers"""
 
     def of_rows(self, index: Tensor) -> CreditInputs:
-        """The inputs of some rows only."""
+        """Return the inputs of some rows only."""
         return replace(
             self,
             rewards_B=self.rewards_B[index],
@@ -315,13 +315,13 @@ class TokenTerms:
     """int64, the row within the micro-batch"""
     num_rows: int
     others_RJ: Tensor | None = None
-    """log-probs of the teacher's likeliest tokens in the place of each response token, and at last that of all others
-    together; carry the gradient"""
+    """log-probs of the teacher's likeliest tokens in each response token's place, then of all others together; carry
+    the gradient"""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss per token, not yet weighted, and metrics: name -> values, per token or of what else they're means over."""
+    """A loss per token, not yet weighted, and metrics by name: values to average, one per token or other unit."""
 
     loss_R: Tensor
     metrics: dict[str, Tensor]
@@ -329,7 +329,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class LossScope:
-    """Sizes of the set of rows that one optimizer step averages over, on all ranks together."""
+    """Sizes of one optimizer step's set of rows, over all ranks."""
 
     num_tokens: int
     num_rows: int

@@ -1,4 +1,4 @@
-"""Balanced partitions: what a row costs, and numbers spread over groups of nearly equal sums. All is integers."""
+"""Balanced partitions: costs of rows, and numbers spread over groups of nearly equal sums. Integers only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from spmdrl.nouns.batch import Integers
 Lengths = TypeVar("Lengths", int, Integers)
 
 _ALONE_PER_GROUP, _ALONE_OF_MANY, _MANY_PER_GROUP = 64, 16, 256
-"""How many of the largest values, per group, are placed one by one, also where a group gets many; the small ones after
-them are dealt in turn into parts, which are placed as a whole. Of half a million rows over 1,024 ranks this halves the
-time."""
+"""Number of largest values per group that are placed one by one (fewer where a group gets many). Smaller values are
+dealt in turn into parts, which are placed whole: half the time for half a million rows over 1,024 ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +29,37 @@ class RowCost:
         return self.per_row + self.per_token * length + self.per_token_squared * length * length
 
     def of_group(self, num_prompt: int, num_response: int, group_size: int) -> int:
-        """The work of a group of equally long responses whose prompt is computed once."""
+        """Return the work of a group of equally long responses whose prompt is computed once."""
         prompt = self.of(num_prompt)
         return prompt + group_size * (self.of(num_prompt + num_response) - prompt)
 
 
 TOKENS = RowCost(per_token=1, per_token_squared=0)
 ROWS = RowCost(per_token=0, per_token_squared=0, per_row=1)
-"""Of all rows alike."""
+"""The same cost for every row."""
 
-# What a shorter prompt saves, copies in attention and plans on the host may cost again: with responses four times as
-# long updates took 0.85 to 0.92 of the time and log-prob passes 0.94 to 1.07, with responses as long at most 0.75.
+# A shorter prompt saves less than copies in attention and plans on the host may cost: with responses four times as long
+# updates took 0.85 to 0.92 of the time and log-prob passes 0.94 to 1.07, with equally long responses at most 0.75.
 _LONGEST_RESPONSE_PER_PROMPT = 4
 
 
 def shares_prompt(num_prompt: Any, num_response: Any) -> Any:
-    """Whether rows with so many tokens share their prompt with others of its group; of numbers or arrays of them."""
+    """Return True if rows of these lengths compute their group's prompt once; takes numbers or arrays."""
     return num_response <= _LONGEST_RESPONSE_PER_PROMPT * num_prompt
 
 
 _Group = tuple[int, Any]
-"""The sum of some values, and their indexes as a tree: a list, or a pair of trees."""
+"""A sum of values, and their indexes as a tree: a list, or a pair of trees."""
 
 
 def largest_differencing(values: Sequence[int], num_groups: int) -> list[list[int]]:
-    """Spread the indexes of `values` over groups of nearly equal sums, the heaviest first; of equal values as many.
+    """Spread the indexes of `values` over groups of nearly equal sums, the heaviest first; equal values are spread
+    evenly.
 
     The largest differencing method (Karmarkar and Karp, The differencing method of set partitioning, UC Berkeley,
     UCB/CSD-83-113, 1982) for any number of groups: the two partial solutions of the largest spread are joined, the
     heaviest group of one with the lightest of the other, until one solution is left. The sums differ by no more than
-    the largest value. Deterministic; the time is about that of sorting.
+    the largest value. Deterministic; takes about as long as sorting.
     """
     order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
     if num_groups == 1:
@@ -77,7 +77,7 @@ def largest_differencing(values: Sequence[int], num_groups: int) -> list[list[in
 
 
 def _first_solutions(values: Sequence[int], order: list[int], num_groups: int) -> Iterator[list[_Group]]:
-    """What joins begin with; a solution lists its groups that have members, heaviest first."""
+    """Yield the solutions that joins begin with; each lists its groups that have members, heaviest first."""
     alone = _ALONE_PER_GROUP if len(order) < _MANY_PER_GROUP * num_groups else _ALONE_OF_MANY
     num_alone = alone * num_groups
     for index in order[:num_alone]:
@@ -97,7 +97,7 @@ def _spread(groups: list[_Group], num_groups: int) -> int:
 def _joined(groups: list[_Group], others: list[_Group], num_groups: int) -> list[_Group]:
     """Join place k of one with place `num_groups - 1 - k` of the other; places past the end are empty."""
     if len(others) == 1:
-        # Most joins are of this kind; they should not take the time of sorting.
+        # Most joins are of this kind and need no sorting.
         single = others[0]
         if len(groups) == num_groups:
             total, members = groups.pop()

@@ -63,5 +63,5 @@ def test_the_config_hands_its_stop_strings_to_the_sampling() -> None:
     assert RolloutConfig(stop=("</answer>",)).sampling((2,)).stop_strings == ("</answer>",)
     with pytest.raises(ValueError, match="rollout.stop has an empty text"):
         RolloutConfig(stop=("a", ""))
-    with pytest.raises(ValueError, match="rollout.ignore_eos lets nothing end"):
+    with pytest.raises(ValueError, match="but rollout.ignore_eos is true"):
         RolloutConfig(stop=("a",), ignore_eos=True)

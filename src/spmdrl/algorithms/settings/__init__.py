@@ -1,1 +1,1 @@
-"""The algorithms' settings, which are read without PyTorch."""
+"""Settings of the algorithms; importable without PyTorch."""

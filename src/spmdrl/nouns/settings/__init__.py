@@ -1,1 +1,1 @@
-"""The settings of a run by what they configure; they are read without PyTorch."""
+"""Settings of a run, grouped by what they configure; importable without PyTorch."""

@@ -13,37 +13,35 @@ _WALL_TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Times of checkpoints, and the number that is kept."""
+    """Times of checkpoints, and the number kept."""
 
     interval: Annotated[int, Ge(0)] = 50
     """steps between checkpoints; 0: only after the last step"""
     keep_last: Annotated[int, Ge(1)] = 2
-    """number of newest checkpoints that are kept"""
+    """number of newest checkpoints to keep"""
     asynchronous: bool = False
-    """whether threads write checkpoints while training goes on, from copies in the host's memory; a job that dies
-    meanwhile goes on from the checkpoint before"""
+    """write checkpoints in background threads, from copies in the host's memory; a job that dies meanwhile resumes from
+    the previous checkpoint"""
     keep_every: Annotated[int, Ge(1)] | None = None
-    """checkpoints whose step is a multiple of this are kept for good; null: none are"""
+    """distance in steps between checkpoints kept for good; null: none are"""
     keep_rollouts: bool = False
-    """whether to keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, has them
-    again"""
+    """keep a step's rewarded rollouts, so that a job that dies in its update, after a checkpoint, can reuse them"""
     model_only: bool = False
-    """whether to write the model alone, without the optimizer: a fraction of the bytes, but not enough to resume
-    from"""
+    """write the model alone, without the optimizer: a fraction of the bytes, but not enough to resume from"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the model's weights in checkpoints; auto: that of the computation (model.dtype). Resuming doesn't depend
-    on it: a trainer's own weights are kept in float32"""
+    """dtype of the model's weights in checkpoints; auto: the computation's (model.dtype). Resuming doesn't depend on
+    it: the trainer's own weights are saved in float32"""
     best: str | None = None
-    """a metric, such as eval/accuracy or reward, whose best checkpoints are kept, the best of them linked as `best`; a
-    better eval/ metric is saved even where no checkpoint is due; null: eval/reward with keep_best, else none"""
+    """metric, such as eval/accuracy or reward, whose best checkpoints are kept, the very best linked as `best`; a
+    better eval/ metric is saved even if no checkpoint is due; null: eval/reward with keep_best, else none"""
     keep_best: Annotated[int, Ge(1)] | None = None
-    """number of checkpoints with the best values of `best` that are kept beside the newest; null: 1 where `best` is
-    set, else 0"""
+    """number of checkpoints with the best values of `best` to keep beside the newest; null: 1 if `best` is set, else
+    0"""
     save_by: str | None = None
-    """time after its start by which a job saves and leaves with exit code 75, so that the same command goes on:
-    HH:MM:SS or D-HH:MM:SS; null: two minutes before Slurm's time limit, where there is one"""
+    """time after its start at which a job saves and exits with code 75, so that the same command can continue it:
+    HH:MM:SS or D-HH:MM:SS; null: two minutes before Slurm's time limit, if there is one"""
     best_mode: Literal["max", "min"] = "max"
-    """whether higher (max) or lower (min) values of the metric in `best` are better"""
+    """direction of the metric in `best`; max: higher values are better; min: lower ones"""
 
     def __post_init__(self) -> None:
         if self.save_by is not None and _WALL_TIME.fullmatch(self.save_by) is None:
@@ -52,8 +50,8 @@ class CheckpointConfig:
             )
         if self.model_only and self.keep_rollouts:
             raise ValueError(
-                "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for a "
-                "run that resumes, which needs the trainer's state; set one of them to false"
+                "checkpoint.model_only and checkpoint.keep_rollouts are both true, but rollouts are kept for "
+                "resuming, which needs the trainer's state; set one of them to false"
             )
 
     @property
@@ -67,10 +65,10 @@ class CheckpointConfig:
 
     @property
     def best_metric(self) -> str | None:
-        """The metric by which checkpoints are the best; None where none is kept for one."""
+        """Metric that ranks checkpoints; None if none is kept for one."""
         return self.best or (None if self.keep_best is None else "eval/reward")
 
     @property
     def num_best(self) -> int:
-        """Checkpoints that are kept for their values."""
+        """Number of checkpoints kept for their values."""
         return self.keep_best or (0 if self.best is None else 1)

@@ -1,4 +1,4 @@
-"""Settings of the data: where prompts come from, and how they become text."""
+"""Settings of the data: sources of prompts, and their rendering as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FormatName = Literal["auto", "gsm8k", "math500", "aime", "gpqa"]
 class DataSource:
     """One data path; `weight` is its share of the prompts relative to the other sources', None = by its size.
 
-    `format` is that of its rows, where it isn't `data.format`.
+    `format` overrides `data.format` for its rows.
     """
 
     path: str
@@ -29,7 +29,7 @@ class DataSource:
 
 
 def data_sources(value: Any, key: str = "data.train") -> tuple[DataSource, ...]:
-    """The sources that `data.train` or `data.eval` names; raises ValueError under that key for what isn't one."""
+    """Return the sources that `data.train` or `data.eval` names. Raises ValueError for anything else."""
     if value is None:
         return ()
     items = value if isinstance(value, (list, tuple)) else [value]
@@ -64,7 +64,7 @@ def _data_source(item: Any, key: str) -> DataSource:
     return DataSource(str(item["path"]), float(weight), form)
 
 
-# What the renderer itself gives to the template, or to transformers' function around it.
+# Set by the renderer itself, for the template or for transformers' function around it.
 _RESERVED = frozenset(
     "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
     "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
@@ -77,7 +77,7 @@ class RowNotRendered(ValueError):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """Use of the chat template, and values that it gets beside the messages; the keys are those of `data`."""
+    """Use of the chat template, and its inputs beside the messages; the keys are those of `data`."""
 
     use: Literal["auto", "always", "never"] = "auto"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -94,20 +94,20 @@ class TemplateOptions:
 
     @property
     def named(self) -> list[str]:
-        """The keys that are set, which the template alone reads."""
+        """Keys that are set and that only the template reads."""
         given = {"chat_template_kwargs": self.kwargs, "chat_template_file": self.file}
         return [f"data.{key}" for key, value in (given | {"system_prompt": self.system_prompt}).items() if value]
 
     @property
     def described(self) -> str:
-        """The options in one line, a file by its text, wherever it is."""
+        """The options in one line, a file by its text."""
         own = self.own_template()
         file = None if own is None else hashlib.sha256(own.encode()).hexdigest()[:16]
         kwargs = json.dumps(self.kwargs, sort_keys=True)
         return f"{self.use}, kwargs {kwargs}, file {file}, system prompt {self.system_prompt!r}"
 
     def own_template(self) -> str | None:
-        """The text of the file that replaces the tokenizer's template; None without one."""
+        """Return the text of the file that replaces the tokenizer's template; None without one."""
         if self.file is None:
             return None
         try:
@@ -137,26 +137,27 @@ class DataConfig:
     max_prompt_length: Annotated[int, Ge(1)] = 512
     """longest prompt in tokens; a longer one is a bad row"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """error: stop before the start and name all bad rows; skip: leave them out and print how many"""
+    """treatment of bad rows; error: stop before the start and list them all; skip: leave them out and print their
+    number"""
     shuffle: bool = True
-    """whether each epoch has its own random order; otherwise rows come in the order of the files"""
+    """shuffle rows anew in each epoch; false: the order of the files"""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """auto: the tokenizer's template for lists of messages, strings as they are; always: the template for strings too;
-    never: no template"""
+    """use of the chat template; auto: for lists of messages, with strings as they are; always: for strings too; never:
+    not at all"""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """values that the chat template gets, such as enable_thinking: false; those of a row's column of this name win"""
+    """extra inputs of the chat template, such as enable_thinking: false; a row's column of this name wins"""
     chat_template_file: str | None = None
     """Jinja file that replaces the tokenizer's chat template, in saved models too; null: the tokenizer's"""
     system_prompt: str | None = None
     """system message of conversations in the chat template that have none; null: none"""
     format: FormatName = "auto"
-    """auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k, math500, aime and gpqa:
-    that benchmark's columns, and a prompt that asks for the answer in a form which rewards read"""
+    """format of the rows; auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k,
+    math500, aime, gpqa: the benchmark's columns, and a prompt that asks for an answer that rewards can read"""
     prompt_key: str | None = None
-    """column that holds the prompt, with dots for nested ones; null: the first of prompt, question, problem, messages,
+    """column with the prompt, with dots for nested ones; null: the first of prompt, question, problem, messages,
     instruction (with input) and input"""
     answer_key: str | None = None
-    """column that holds the answer, with dots for nested ones; null: the first known name, such as answer"""
+    """column with the answer, with dots for nested ones; null: the first known name, such as answer"""
 
     def __post_init__(self) -> None:
         named = next((key for key in ("prompt_key", "answer_key") if getattr(self, key) is not None), None)
@@ -167,7 +168,7 @@ class DataConfig:
             )
         for key in ("train", "eval"):
             data_sources(getattr(self, key), f"data.{key}")
-        # Raises ValueError where the template's options don't fit each other.
+        # Raises ValueError if the template's options conflict.
         assert self.template
 
     @property

@@ -12,24 +12,23 @@ from annotated_types import Ge, Gt
 class DockConfig:
     """Placement of rows in the transfer dock, and its waits."""
 
-    # Parts of a step's responses that models score one after another where rows wait for an environment: of each
-    # replica shares of its rows in the order in which they ended, the later ones smaller; where replicas keep responses
-    # for a later step, its groups in the order in which they are whole.
+    # Parts of a step's responses that models score one after another while rows wait for an environment: shares of each
+    # replica's rows in the order in which they ended, the later ones smaller; where responses may take several steps,
+    # groups in the order in which they complete.
     portions: ClassVar[int] = 16
 
     timeout_seconds: Annotated[float, Gt(0)] = 120.0
-    """longest that one request to a warehouse may take before the job ends with an error"""
+    """time limit of one request to a warehouse, after which the job ends with an error"""
     locality: bool = True
-    """whether rows stay on the node that generates them and are assigned within it first; false: the paper's
-    placement"""
+    """keep rows on the node that generates them, and assign them within it first; false: the paper's placement"""
     balance: Literal["cost", "rows"] = "cost"
-    """what ranks get equal shares of; cost: the model's work for rows, and for groups that are to be generated what is
-    expected of their prompts' earlier responses; rows: their numbers, for comparison"""
+    """quantity that ranks get equal shares of; cost: the model's work for rows, for groups to be generated an estimate
+    from their prompts' earlier responses; rows: numbers of rows, for comparison"""
     fuse: bool = True
-    """whether rewards are waited for behind all that models score, and portions are scored while other rows wait for
-    the environment, where all weights fit beside generation; false: one state after the other, to the same bits"""
+    """overlap reward functions and environments with model scoring, where all weights fit beside generation; results
+    are bit-identical either way"""
     network: Literal["auto", "tcp"] = "auto"
-    """how nodes exchange requests on a trusted network; auto: by whatever TensorPipe finds best; tcp: by plain TCP"""
+    """transport of requests between nodes on a trusted network; auto: TensorPipe's choice; tcp: plain TCP"""
 
 
 Executor = Literal["allgather", "exact"]
@@ -43,18 +42,19 @@ class ReshardConfig:
     bucket_bytes: Annotated[int, Ge(1)] = 64 << 20
     """temporary device memory for resharding; weights move through it bucket by bucket"""
     executor: Executor = "exact"
-    """exact: move only the slices that a rank lacks; allgather: the paper's all-gather and select"""
+    """algorithm of resharding; exact: move only the slices that a rank lacks; allgather: the paper's all-gather and
+    select"""
     verify: bool = False
-    """whether to compare checksums of generation and update weights at each switch; costs a pass over the weights"""
+    """compare checksums of generation and update weights at each switch; costs a pass over the weights"""
     probe_tokens: int = 32
-    """prompt tokens whose log-probs trainer and generator both compute at each switch, before generation; 0: none"""
+    """number of prompt tokens whose log-probs trainer and generator both compute at each switch, as a check; 0: none"""
     probe_tolerance: Annotated[float, Ge(0)] | None = None
-    """largest difference of these log-probs, in nats, that doesn't end the run; null: 0.01 in float32, 1 in 16 bits. In
-    16 bits a quarter of the tokens may be beyond it in models with experts"""
+    """largest allowed difference of these log-probs, in nats; beyond it the run ends; null: 0.01 in float32, 1 in 16
+    bits, where a quarter of the tokens may exceed it in models with experts"""
     swap: SwapMode = "auto"
-    """whether the training state leaves the device while responses are generated; auto: only where both don't fit"""
+    """swapping of the training state out of the device during generation; auto: only if both don't fit"""
     swap_dir: str | None = None
-    """folder of the file that takes the training state on a CPU, best on a fast disk; null: the run's folder"""
+    """folder of the swap file on a CPU, best on a fast disk; null: the run's folder"""
 
     def __post_init__(self) -> None:
         if self.probe_tokens < 0 or self.probe_tokens == 1:

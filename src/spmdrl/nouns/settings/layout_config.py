@@ -1,4 +1,4 @@
-"""Settings of layouts: how many ranks each axis of parallelism takes."""
+"""Settings of layouts: numbers of ranks on each axis of parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UpdateLayout:
     shard: int = 0
     """ranks over which FSDP2 (ZeRO-3) spreads weights, gradients and optimizer state; 0: all remaining ranks"""
     pipeline: int = 1
-    """ranks that the layers are split over"""
+    """ranks over which the layers are split"""
     context: int = 1
     """ranks that share the tokens of each row"""
     tensor: int = 1
@@ -29,7 +29,7 @@ class UpdateLayout:
     expert: int = 1
     """ranks that share the experts, taken from data x shard x context"""
     context_kind: ContextKind = "ring"
-    """ring: keys and values are passed around; ulysses: tokens are exchanged for heads"""
+    """kind of context parallelism; ring: pass keys and values around; ulysses: exchange tokens for heads"""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """order of forward and backward passes; interleaved, zero_bubble and zbv hold several chunks of layers per rank"""
     pipeline_chunks: int = 1
@@ -45,7 +45,7 @@ class UpdateLayout:
         return max(1, self.shard * self.context // self.expert)
 
     def __str__(self) -> str:
-        """The axes that are in use, such as `shard 2 x tensor 2`."""
+        """Return the axes that are in use, such as `shard 2 x tensor 2`."""
         names = (*FACTORS, "expert")
         parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != 1]
         if self.context > 1:
@@ -57,28 +57,28 @@ class UpdateLayout:
 
 @dataclass(frozen=True)
 class GenerationLayout:
-    """Degrees of the generation shards; the ranks that are left generate side by side."""
+    """Degrees of the generation shards; replicas on the remaining ranks generate side by side."""
 
     tensor: int = 1
     """ranks that share each matrix, and with it one generation engine"""
     expert: int = 1
     """ranks that share the experts, each holding whole ones; 1: experts are cut like other matrices"""
     tensor_stride: int = 0
-    """distance between the ranks that share a matrix; 0: the one that leaves most slices where they are"""
+    """distance between the ranks that share a matrix; 0: the distance that keeps most slices in place"""
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The replica that a rank belongs to, and its place among the ranks that share each matrix."""
+        """Return the replica that a rank belongs to, and its place among the ranks that share each matrix."""
         stride = self.tensor_stride or 1
         outer, inner = divmod(rank, stride * self.tensor)
         place, beside = divmod(inner, stride)
         return outer * stride + beside, place
 
     def expert_place(self, rank: int) -> int:
-        """A rank's place among those that share the experts."""
+        """Return a rank's place among those that share the experts."""
         replica, place = self.place(rank)
         return replica * self.tensor % self.expert + place if self.expert > 1 else 0
 
     def __str__(self) -> str:
-        """The degrees that are in use, such as `tensor 2 x expert 4`."""
+        """Return the degrees that are in use, such as `tensor 2 x expert 4`."""
         parts = [f"{name} {getattr(self, name)}" for name in ("tensor", "expert") if getattr(self, name) != 1]
         return " x ".join(parts) or "1"

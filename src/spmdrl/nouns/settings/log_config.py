@@ -12,19 +12,19 @@ BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Destinations of metrics, and the number of samples that are kept to be read."""
+    """Destinations of metrics, and the number of samples to keep for reading."""
 
     backends: tuple[str, ...] = ("console", "jsonl")
-    """any of console, jsonl, tensorboard and wandb; keys of services come from the environment only"""
+    """destinations: console, jsonl, tensorboard, wandb; keys of services come from the environment only"""
     samples_per_step: Annotated[int, Ge(0)] | None = None
-    """rows per step written to samples.jsonl, which the report shows: those of one prompt first, then others; 0: none;
-    null: all responses to one prompt and 4 others"""
+    """rows per step written to samples.jsonl, for the report: one prompt's first, then others; 0: none; null: all
+    responses to one prompt and 4 others"""
     project: str = "spmdrl"
-    """the run's project in W&B, which takes group and tags from WANDB_RUN_GROUP and WANDB_TAGS"""
+    """project in W&B; its group and tags come from WANDB_RUN_GROUP and WANDB_TAGS"""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.backends if name not in BACKENDS]
         if unknown:
-            raise ValueError(f"log.backends names {', '.join(unknown)}, but only {', '.join(BACKENDS)} are there")
+            raise ValueError(f"log.backends names {', '.join(unknown)}, but must name some of {', '.join(BACKENDS)}")
         if not self.project.strip():
             raise ValueError("log.project is empty; name a project, such as spmdrl")

@@ -1,4 +1,4 @@
-"""Settings of the model that is trained: its folder, or the sizes of one made by code; and its adapters."""
+"""Settings of the policy: its folder or the sizes of a new model, and its adapters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SPARSE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 
 @dataclass(frozen=True)
 class MakeConfig:
-    """A decoder over single characters; the defaults give a Qwen3 of about 0.8M parameters.
+    """A character-level decoder; the defaults give a Qwen3 of about 0.8M parameters.
 
-    Sizes that only some families have are None in the others; there None takes the default named below.
+    Sizes that a family lacks are None; for other families None takes the default named below.
     """
 
     model_type: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
-    """qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention"""
+    """family; qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention"""
     hidden_size: Annotated[int, Ge(1)] = 128
     """width of the model"""
     num_hidden_layers: Annotated[int, Ge(1)] = 4
@@ -37,7 +37,7 @@ class MakeConfig:
     max_position_embeddings: Annotated[int, Ge(1)] = 1024
     """longest row, prompt and response together, in tokens"""
     tie_word_embeddings: bool = True
-    """whether the output head shares the embedding's weights"""
+    """share the embedding's weights with the output head"""
     chars: str = PRINTABLE_CHARS
     """the tokenizer's characters, one token each; any other becomes <unk>"""
     num_experts: Annotated[int, Ge(1)] | None = None
@@ -76,12 +76,12 @@ class MakeConfig:
 
     @property
     def head_size(self) -> int:
-        """Head size, in deepseek_v3 that of the part that isn't rotated."""
+        """Head size; in deepseek_v3, size of the part that isn't rotated."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def moe(self) -> MoeConfig | None:
-        """The sparse layers, where the model_type has them."""
+        """Sparse layers; None if the model_type has none."""
         if self.model_type == "qwen3":
             return None
         is_deepseek = self.model_type == "deepseek_v3"
@@ -99,7 +99,7 @@ class MakeConfig:
 
     @property
     def latent(self) -> LatentConfig | None:
-        """The latent attention, where the family has it."""
+        """Latent attention; None if the family has none."""
         if self.model_type != "deepseek_v3":
             return None
         return LatentConfig(
@@ -150,19 +150,18 @@ PROJECTIONS = (
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters of the policy (arXiv:2106.09685): they alone are trained, the model's own weights stay."""
+    """Low-rank adapters of the policy (arXiv:2106.09685); only they are trained."""
 
     rank: Annotated[int, Ge(1)] = 32
     """rank of each adapter: rows of its A and columns of its B"""
     alpha: Annotated[float, Interval(gt=0, lt=math.inf)] = 32.0
-    """what an adapter's output is multiplied by, times its rank: alpha / rank"""
+    """scale of an adapter's output times its rank: the output is multiplied by alpha / rank"""
     targets: tuple[str, ...] = ()
-    """projections that have an adapter in every layer, as in [q_proj, v_proj]; []: all that the model has, but for
-    those of experts"""
+    """projections that get an adapter in every layer, as in [q_proj, v_proj]; []: all but those of experts"""
 
     merge: bool = False
-    """whether generation works with merged weights, which all move at each switch, rather than with the adapters, which
-    then alone move; vLLM does in any case"""
+    """generate with merged weights, all of which move at each switch; false: generate with adapters, which alone move;
+    vLLM always merges"""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.targets if name not in PROJECTIONS]:

@@ -1,4 +1,4 @@
-"""Sizes of the parts that only some families of models have."""
+"""Sizes of parts that only some model families have."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ class MoeConfig:
     """Sizes and rules of the sparse layers."""
 
     num_experts: int
-    """Experts E of each sparse layer."""
+    """Number E of experts in each sparse layer."""
     experts_per_token: int
-    """Experts C that each token is sent to."""
+    """Number C of experts per token."""
     intermediate_size: int
     """Width I of one expert."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from the router's products to affinities; sigmoid brings a correction bias that only the choice sees."""
+    """Function from the router's products to affinities; sigmoid comes with a correction bias that affects only the
+    choice."""
     normalize: bool = False
-    """True: the weights of a token's experts add up to 1 before `weight_scale`."""
+    """Normalise the weights of a token's experts to sum 1, before `weight_scale`."""
     weight_scale: float = 1.0
     """Factor of the weights."""
     num_groups: int = 1
@@ -59,17 +60,17 @@ class LatentConfig:
     """Sizes of multi-head latent attention."""
 
     query_rank: int | None
-    """Size of the vector that a token's queries are made of; None makes them of the hidden state directly."""
+    """Size of the vector from which a token's queries are computed; None: computed from the hidden state."""
     key_value_rank: int
-    """Size of the vector that a token's keys and values are made of."""
+    """Size of the vector from which a token's keys and values are computed."""
     plain_size: int
-    """The part of each query and key that isn't rotated."""
+    """Size of the part of each query and key that isn't rotated."""
     rotary_size: int
-    """The part of each query and key that is rotated; even."""
+    """Size of the part of each query and key that is rotated; even."""
     value_size: int
     """Head size V of the values."""
     rotates_neighbours: bool = True
-    """True: the rotation turns pairs of neighbours (as DeepSeek's weights require); False: dims half a part away."""
+    """Rotate pairs of neighbouring dims (as DeepSeek's weights require); False: pairs half the part apart."""
 
     def __post_init__(self) -> None:
         if self.rotary_size % 2:

@@ -1,4 +1,4 @@
-"""Settings of rewards and of the environment, and of the processes that run the user's functions."""
+"""Settings of rewards, the environment, and the processes that run the user's functions."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from spmdrl.runtime.workers.isolation import Isolation, is_debugged
 
 
 def function_names(specs: Sequence[str]) -> tuple[str, ...]:
-    """Each function's short name for metrics, or its whole spec where two would share one."""
+    """Return each function's short name for metrics, or its whole spec where two would share one."""
     short = [spec.rpartition(":")[2] for spec in specs]
     return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
 
 
 CODE = "code"
-"""the name of the reward"""
+"""name of the reward"""
 
 
 @dataclass(frozen=True)
 class CodeConfig:
-    """Score of the program that a response holds, and limits of what it may use."""
+    """Score of the program in a response, and limits of its resources."""
 
     score: Literal["share", "all"] = "share"
-    """share: the share of a row's tests that pass; all: 1 where every test passes, else 0"""
+    """score of a row; share: the share of its tests that pass; all: 1 if every test passes, else 0"""
     test_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 4.0
-    """time of each test; the program is ended after it"""
+    """time limit of each test, after which the program is killed"""
     row_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 12.0
-    """time of all tests of a row; those that it doesn't reach haven't passed. reward.timeout_seconds is for what else
-    a call does"""
+    """time limit of all tests of a row; tests not reached count as failed. reward.timeout_seconds covers the rest of a
+    call"""
     memory_gib: Annotated[float, Interval(ge=0.125, lt=math.inf)] = 1.0
-    """address space in GiB of a program"""
+    """limit of a program's address space in GiB"""
     readable: tuple[str, ...] = ()
-    """folders that programs may read and import from, besides Python's own library"""
+    """folders that programs may read and import from, beside Python's own library"""
 
     def __post_init__(self) -> None:
         if self.test_seconds > self.row_seconds:
@@ -55,18 +55,18 @@ class CodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessesConfig:
-    """The child processes that run a user's functions."""
+    """Child processes that run a user's functions."""
 
     timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 15.0
-    """longest time of one call, which is then killed, and its rows have no reward; the reward code has
-    reward.code.row_seconds besides, for each row, and an environment that takes longer to be built is refused"""
+    """time limit of one call, which is then killed and leaves its rows without a reward; the reward code gets
+    reward.code.row_seconds per row on top; an environment that takes longer to build is refused"""
     workers: Annotated[int, Ge(1)] = 1
-    """number of processes, for rewards per rank, for environments per generation replica"""
+    """number of processes: per rank for rewards, per generation replica for environments"""
     isolation: Isolation = "auto"
-    """process: in child processes, which can be killed; inline: in the training process; auto: inline under pdb, else
-    process"""
+    """place of the calls; process: in child processes, which can be killed; inline: in the training process; auto:
+    inline under pdb, else process"""
     memory_limit_gib: Annotated[float, Interval(gt=0, lt=math.inf)] | None = 4.0
-    """memory in GiB that a process and all that it starts may hold, shared memory included; null: no limit"""
+    """memory limit in GiB of a process and all its children, shared memory included; null: no limit"""
     variables: tuple[str, ...] = ()
     """environment variables passed to the processes beside the common ones, such as the key of a service"""
 
@@ -79,25 +79,25 @@ class RewardConfig(ProcessesConfig):
     """Computation of rewards."""
 
     functions: tuple[str, ...] = ("math",)
-    """reward functions: exact (the same text), number (plain numbers), choice (letters), math (math-verify), code (runs
-    the program in a response against the row's tests), pkg.mod:fn or file.py:fn"""
+    """reward functions: exact (equal text), number (plain numbers), choice (letters), math (math-verify), code (the
+    response's program against the row's tests), pkg.mod:fn or file.py:fn"""
     weights: tuple[float, ...] | None = None
-    """weights of the functions in the sum that is the reward; null: 1 each"""
+    """weights of the functions in the reward, which is their sum; null: 1 each"""
     model: ScorerConfig | None = None
-    """a reward model, whose score of a whole response is one more part of the reward, named model; reward.functions may
-    be [] beside it; null: none"""
+    """reward model, whose score of a whole response is one more part of the reward, named model; reward.functions may
+    then be []; null: none"""
     code: CodeConfig = field(default_factory=CodeConfig)
-    """how the reward code runs programs"""
+    """settings of the reward code, which runs programs"""
     special_tokens: Literal["keep", "skip"] = "keep"
-    """special tokens in the text of a response, for functions, judges, environments and records: keep them, such as
-    <think> where it is one, or skip them; stop tokens and padding are never part of it"""
+    """special tokens (as <think> may be) in the text of a response that functions, judges, environments and records
+    get: keep or skip them; stop tokens and padding are always skipped"""
     judge: JudgeConfig | None = None
-    """a frozen language model that judges responses, beside the functions; null: none"""
+    """frozen language model that judges responses, beside the functions; null: none"""
     call_level: CallLevel = "response"
-    """response: responses are scored as they finish, those of one prompt that finish in one engine step in one call;
-    group: one call per prompt with all its responses, once the last has finished, for functions that compare them"""
+    """responses per call; response: scored as they finish, those of one prompt that finish in one engine step together;
+    group: all responses to a prompt, once the last has finished, for functions that compare them"""
     max_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.05
-    """the run stops where more than this share of a step's rows couldn't be scored"""
+    """largest share of a step's rows that may fail to be scored; beyond it the run stops"""
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -132,13 +132,13 @@ class RewardConfig(ProcessesConfig):
 
     @property
     def parts_beside(self) -> dict[str, float]:
-        """The parts of the reward that no function gives, with their weights."""
+        """Parts of the reward that models give, with their weights."""
         of_model = {} if self.model is None else {MODEL_PART: self.model.weight}
         return of_model if self.judge is None else of_model | {JUDGE_PART: self.judge.weight}
 
     @property
     def function_weights(self) -> tuple[float, ...]:
-        """The weight of each function."""
+        """Weight of each function."""
         return self.weights or (1.0,) * len(self.functions)
 
     @property
@@ -157,9 +157,8 @@ class EnvironmentConfig(ProcessesConfig):
     """The environment, which answers the model between its turns."""
 
     function: str | None = None
-    """the environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none,
-    each response is one turn"""
+    """environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none, each
+    response is one turn"""
     return_after_steps: Annotated[int, Ge(0)] = 2
-    """engine steps after which a row whose turn ended is continued. The number is fixed, so that a run repeats bit for
-    bit; the engine waits where the environment takes longer, so a slow one wants more; 0: the engine waits for each
-    step at once"""
+    """engine steps between the end of a row's turn and its continuation; fixed, so that a run repeats bit for bit. The
+    engine waits for an environment that takes longer; a slow one needs more; 0: wait for each step at once"""

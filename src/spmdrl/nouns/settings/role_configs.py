@@ -1,4 +1,4 @@
-"""Settings of the models beside the policy: their weights, their layouts, and what each does."""
+"""Settings of the models beside the policy: weights, layouts and roles."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spmdrl.nouns.settings.layout_config import GenerationLayout, UpdateLayout
 from spmdrl.nouns.settings.training_config import OptimConfig
 
 END_VALUE = "end_value"
-# Sums of a million squares still fit into float32.
+# A sum of a million squares still fits into float32.
 MAX_MAGNITUDE = 1e15
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The model that the run starts from, which KL terms compare the policy with."""
+    """The run's first policy, with which KL terms compare the policy."""
 
     layout: UpdateLayout | None = None
     """layout of its shards, over the same ranks; null: resources.update"""
@@ -32,9 +32,9 @@ class BesideConfig(ReferenceConfig):
 
     section: ClassVar[str]
     path: str | None = None
-    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name, with the policy's
-    tokens; null: the policy's own model, which as a critic gets a new head, as other language models do, and as a
-    teacher has the weights that each step begins with"""
+    """folder of a Hugging Face model or of a run (its newest checkpoint), or a hub name, with the policy's tokens;
+    null: the policy's model, which gets a new head as a critic, as other language models do, and as a teacher has the
+    weights that each step begins with"""
 
     def __post_init__(self) -> None:
         if self.path is not None and not self.path.strip():
@@ -47,19 +47,19 @@ class CriticConfig(BesideConfig):
 
     section: ClassVar[str] = "critic"
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    """the critic's own optimizer; its schedule counts the critic's steps"""
+    """optimizer of the critic; its schedule counts the critic's steps"""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """steps at the start that train the critic alone and leave the policy as it is"""
+    """number of first steps that train only the critic"""
     gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
-    """discount per token of the reward, which comes with a row's last token"""
+    """discount of the reward per token; the reward comes with a row's last token"""
     lam: Annotated[float, Interval(ge=0, le=1)] = 1.0
-    """lambda of the returns that values are drawn to, and of generalized advantage estimates (arXiv:1506.02438); 1: the
-    whole return of the response; 0: the reward and the value of the next token"""
+    """lambda of the critic's target returns and of generalized advantage estimates (arXiv:1506.02438); 1: the whole
+    return of the response; 0: the reward and the value of the next token"""
     truncation: Literal["terminal", "bootstrap"] = "terminal"
-    """what follows a response that was cut by its length; terminal: nothing, as behind one that ended by itself;
-    bootstrap: the critic's value of the state behind its last token"""
+    """value behind a response that was cut by its length; terminal: 0, as for one that ended by itself; bootstrap: the
+    critic's value of the state after its last token"""
     clip: Annotated[float, Interval(gt=0, lt=math.inf)] | None = None
-    """bound on how far an update may move a value from what it was before, in the value loss; null: none"""
+    """bound of the value loss on a value's distance from its value before the update; null: none"""
 
     @property
     def columns_for_returns(self) -> frozenset[str]:
@@ -74,12 +74,13 @@ class CriticConfig(BesideConfig):
 
 @dataclass(frozen=True)
 class TeacherConfig(BesideConfig):
-    """A model that rates the policy's responses: a frozen one of any size, or the policy itself with more to go by."""
+    """A model that rates the policy's responses: a frozen one of any size, or the policy itself with a fuller
+    prompt."""
 
     section: ClassVar[str] = "teacher"
     prompt_column: str | None = None
-    """column of the data with the teacher's prompt, text or messages, which may hold more than the policy's, such as
-    the solution; null: the policy's prompt"""
+    """data column with the teacher's prompt, text or messages, which may contain more than the policy's, such as the
+    solution; null: the policy's prompt"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +92,7 @@ class TeacherConfig(BesideConfig):
 
 
 MODEL_PART = "model"
-"""the name of a reward model's part of the reward"""
+"""name of a reward model's part of the reward"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ScorerConfig(BesideConfig):
     """folder of a Hugging Face model for sequence classification with one label or of a run of the verb reward-model,
     or a hub name; its tokenizer must have the policy's tokens"""
     weight: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 1.0
-    """weight of its score in the sum that is the reward"""
+    """weight of its score in the reward"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +113,7 @@ class ScorerConfig(BesideConfig):
 
 
 JUDGE_PART = "judge"
-"""the name of the judge's part of the reward"""
+"""name of the judge's part of the reward"""
 _FIELD = re.compile(r"\{(\w*)\}")
 
 
@@ -120,36 +121,36 @@ _FIELD = re.compile(r"\{(\w*)\}")
 class JudgeConfig:
     """A frozen language model that writes a verdict on each response, from which one more part of the reward is read.
 
-    It writes the likeliest tokens, once the policy's responses have ended. Held-out rows are scored without it.
+    It decodes greedily, once the policy's responses have ended. Held-out rows are scored without it.
     """
 
     path: str
-    """folder of a Hugging Face model or of a run, whose newest checkpoint it is, or a hub name; its tokenizer may
-    differ from the policy's"""
+    """folder of a Hugging Face model or of a run (its newest checkpoint), or a hub name; its tokenizer may differ from
+    the policy's"""
     layout: GenerationLayout | None = None
-    """layout of its generation shards; null: whole on each rank"""
+    """layout of its generation shards; null: a whole copy on each rank"""
     template: str = (
         "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
         "Rate the response from 0 (wrong) to 10 (right). Write the number alone."
     )
-    """what it is asked, with {prompt}, {response} and {answer} in their places; it is put into the chat template of its
-    tokenizer, where that has one"""
+    """question to the judge, with {prompt}, {response} and {answer} filled in; rendered by its tokenizer's chat
+    template, if any"""
     max_tokens: Annotated[int, Ge(1)] = 16
-    """most tokens of a verdict"""
+    """largest number of tokens in a verdict"""
     pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """regular expression whose first group is the number; a row has no reward where it isn't found in the verdict"""
+    """regular expression whose first group is the number; a row whose verdict doesn't match has no reward"""
     scale: Annotated[float, Interval(gt=0, lt=math.inf)] = 10.0
-    """what the number is divided by"""
+    """divisor of the number"""
     weight: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 1.0
-    """weight of the judge in the sum that is the reward, beside those of reward.functions"""
+    """weight of the judge in the reward, beside reward.functions"""
     kv_cache_gib: Annotated[float, Gt(0)] = 1.0
-    """size of its KV cache on an accelerator in GiB; where rows need more, some wait. A CPU's is as large as needed"""
+    """size of its KV cache on an accelerator in GiB; rows beyond it wait. On a CPU, as large as needed"""
 
     def __post_init__(self) -> None:
         if not self.path.strip():
             raise ValueError("reward.judge.path is empty; give a model folder or hub name")
         if "{response}" not in self.template:
-            raise ValueError("reward.judge.template has no {response}, which the judge is to read; put it in its place")
+            raise ValueError("reward.judge.template has no {response}, so the judge wouldn't see it; add it")
         try:
             num_groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -160,11 +161,11 @@ class JudgeConfig:
             )
 
     def question(self, values: Mapping[str, str]) -> str:
-        """The template with these values in the places that have their names; other braces stay as they are."""
+        """Return the template with these values filled in by name; other braces stay."""
         return _FIELD.sub(lambda field: values.get(field[1], field[0]), self.template)
 
     def score(self, verdict: str) -> float | None:
-        """The number of a verdict, scaled; None where there is none that a reward can be."""
+        """Return the scaled number of a verdict; None if there is none or it can't be a reward."""
         found = re.search(self.pattern, verdict)
         try:
             score = float(found[1]) / self.scale if found and found[1] is not None else math.nan

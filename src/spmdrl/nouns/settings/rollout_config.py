@@ -1,4 +1,4 @@
-"""Settings of generation: what a step generates, how tokens are drawn, and what the engine may use."""
+"""Settings of generation: a step's prompts, sampling, and the engine's resources."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class SamplingParams:
     """Sampling of one request's tokens: temperature first, then min-p, top-k and top-p."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Least probability mass that the likeliest tokens kept must hold; 1 keeps all."""
+    """Probability mass of the likeliest tokens to keep; 1 keeps all."""
     top_k: int = 0
-    """Number of likeliest tokens kept; 0 keeps all."""
+    """Number of likeliest tokens to keep; 0 keeps all."""
     min_p: float = 0.0
-    """Tokens less likely than this times the likeliest one are dropped."""
+    """Threshold, relative to the likeliest token's probability, below which tokens are dropped."""
     max_tokens: int = 256
-    """Most tokens of a response, the stop token included."""
+    """Largest number of tokens in a response, the stop token included."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; they are part of it."""
     stop_strings: tuple[str, ...] = ()
@@ -31,10 +31,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The rollouts of one step, and the engine that makes them."""
+    """Rollouts of one step, and the engine that generates them."""
 
-    # Constants of the native engine: prompt tokens that run in one step beside decoding (longer prompts take several
-    # steps), tokens per KV block, and a copy of linear layers, on CPUs, in a layout that is faster to read.
+    # Constants of the native engine: prompt tokens per step beside decoding (longer prompts take several steps), tokens
+    # per KV block, and, on CPUs, a copy of linear layers in a layout that is faster to read.
     max_prefill_tokens: ClassVar[int] = 8192
     block_size: ClassVar[int] = 32
     pack_weights: ClassVar[bool] = True
@@ -44,61 +44,60 @@ class RolloutConfig:
     num_generations: Annotated[int, Ge(1)] = 8
     """responses per prompt"""
     partial_max_rounds: Annotated[int, Ge(1)] = 1
-    """steps that a response may take: a step ends without its longest responses, and later steps continue them until
-    they have taken this many; 1: every response ends in its own step"""
+    """largest number of steps that a response may take: a step ends without its longest responses, and later steps
+    continue them; 1: every response ends in its own step"""
     partial_extra_prompts: int | None = None
-    """prompts that a step works on beyond prompts_per_step where responses may take several steps, so that it needn't
-    wait for the longest; null: half of prompts_per_step"""
+    """prompts in progress beyond prompts_per_step if responses may take several steps, so that a step needn't wait for
+    the longest; null: half of prompts_per_step"""
     max_completion_length: Annotated[int, Ge(1)] = 256
-    """most tokens of a response, those of an environment included"""
+    """largest number of tokens in a response, an environment's included"""
     temperature: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
-    """divides the logits before sampling; 0: the likeliest token"""
+    """divisor of the logits before sampling; 0: the likeliest token"""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """least total probability of the likeliest tokens that are kept; 1: keep all. Log-probs that are trained are of
-    the distribution before this and the next two"""
+    """probability mass of the likeliest tokens to keep; 1: keep all. Training uses log-probs of the distribution before
+    top_p, top_k and min_p"""
     top_k: Annotated[int, Ge(0)] = 0
-    """number of likeliest tokens that are kept; 0: keep all"""
+    """number of likeliest tokens to keep; 0: keep all"""
     min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """tokens less likely than this times the likeliest one are dropped; 0: drop none"""
+    """threshold, relative to the likeliest token's probability, below which tokens are dropped; 0: drop none"""
     ignore_eos: bool = False
-    """whether responses go on after an end token, up to max_completion_length; for benchmarks with a fixed amount of
-    work"""
+    """continue responses after an end token, up to max_completion_length; for benchmarks with a fixed amount of work"""
     stop: tuple[str, ...] = ()
     """texts that end a response; the response keeps the token that completes one"""
     engine: Literal["auto", "native", "vllm"] = "auto"
-    """engine that generates; auto: vllm where it is installed and there is an accelerator, else native"""
+    """engine that generates; auto: vllm if it is installed and there is an accelerator, else native"""
     gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = 0.6
     """share of an accelerator's memory that may be in use, by all processes, once the KV cache is allocated; the rest
     is for activations. On a CPU, the share of the host's free memory that the KV caches of its ranks may take"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """extra arguments of vLLM's constructor"""
     max_running_rows: Annotated[int, Ge(1)] = 256
-    """rows decoded at once on a rank"""
+    """number of rows decoded at once on a rank"""
     cuda_graphs: bool | None = None
-    """whether decoding steps are captured as CUDA graphs, and started before the host has read the tokens of the one
-    before; null: where that is possible. true is refused where it isn't: the native engine needs CUDA, a dense model
-    and whole weights on each rank. With vLLM, false means enforce_eager"""
+    """capture decoding steps as CUDA graphs, and start each before the host has read the previous one's tokens; null:
+    if possible. true is refused otherwise: the native engine needs CUDA, a dense model and whole weights on each rank.
+    With vLLM, false means enforce_eager"""
     kv_cache_gib: Annotated[float, Gt(0)] | None = None
     """size of the native engine's KV cache in GiB; null: by gpu_memory_utilization, on a CPU at most what
-    max_running_rows need. Where rows need more, some wait, and running ones may have to be computed again"""
+    max_running_rows need. Rows beyond it wait, and running ones may be recomputed"""
 
     def __post_init__(self) -> None:
         self._check_partial()
         if not all(self.stop):
-            raise ValueError("rollout.stop has an empty text, which every response would end with; drop it")
+            raise ValueError("rollout.stop has an empty text, which would end every response; remove it")
         if self.stop and self.ignore_eos:
-            raise ValueError(f"rollout.stop is {list(self.stop)}, but rollout.ignore_eos lets nothing end; drop one")
+            raise ValueError(f"rollout.stop is {list(self.stop)}, but rollout.ignore_eos is true; remove one of them")
 
     @property
     def extra_prompts(self) -> int:
-        """Prompts that a step works on beyond those that it trains."""
+        """Prompts in progress beyond those that a step trains."""
         if self.partial_max_rounds == 1:
             return 0
         half = max(1, self.prompts_per_step // 2)
         return half if self.partial_extra_prompts is None else self.partial_extra_prompts
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """The sampling of training rollouts, with the tokenizer's end tokens."""
+        """Return the sampling parameters of training rollouts, with the tokenizer's end tokens."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -119,5 +118,5 @@ class RolloutConfig:
         if extra is not None and not 1 <= extra <= self.prompts_per_step:
             raise ValueError(
                 f"rollout.partial_extra_prompts is {extra}, but must be between 1 and rollout.prompts_per_step = "
-                f"{self.prompts_per_step}: a step couldn't train more that are in their last round"
+                f"{self.prompts_per_step}: a step couldn't train more prompts in their last round"
             )

@@ -19,35 +19,35 @@ class OptimConfig:
     lr: Annotated[float, Interval(ge=0, le=10)] = 1e-6
     """peak learning rate"""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """largest global norm of the gradients; larger ones are scaled down to it; .inf: no clipping"""
+    """largest global norm of the gradients; larger gradients are scaled down to it; .inf: no clipping"""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """decay rates of the running means of the gradient and of its square"""
+    """decay rates of the moving averages of the gradient and its square"""
     eps: NotNegative = 1e-8
-    """added to the root of the mean square gradient"""
+    """value added to the root of the mean squared gradient"""
     weight_decay: NotNegative = 0.0
     """decoupled weight decay of all parameters per optimizer step, times the learning rate"""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """optimizer steps over which the learning rate rises linearly to its peak"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rate after the warm-up; constant: stays; linear, cosine: falls to 0 at the last step"""
+    """learning rate after the warm-up; constant: unchanged; linear, cosine: falls to 0 at the last step"""
 
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
-# A CPU's activations should stay near its caches, and in blocks that the allocator keeps, as fresh pages take long to
-# clear. With 16384 an update took twice as long, with 4096 a tenth more.
+# On CPUs activations should fit caches, and blocks that the allocator keeps, as clearing fresh pages is slow. With
+# 16384 an update took twice as long, with 4096 a tenth more.
 DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU = 2048
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """Balance of sparse models' experts, and whose choices an update takes."""
+    """Balance of sparse models' experts, and the source of an update's routing."""
 
     aux_loss_coefficient: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
     """weight of the sequence-wise balance loss, averaged over the rows of an update and summed over layers"""
     bias_update_rate: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.0
-    """change of each expert's correction bias after an update, towards even loads; for models that have such biases"""
+    """step of each expert's correction bias towards even loads after an update; for models with such biases"""
     replay: Literal["none", "rollout"] = "none"
-    """rollout: each token is routed to the experts that generated it (arXiv:2510.11370); none: routed anew"""
+    """routing of an update's tokens; rollout: to the experts that generated them (arXiv:2510.11370); none: anew"""
 
 
 Recompute = Literal["none", "full"]
@@ -55,31 +55,30 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Length of training, and the cutting of a batch."""
+    """Length of training, and the division of a batch."""
 
-    # Rows of a micro-batch with the same prompt compute it once, in the update and where rows are scored, unless a
-    # response is more than four times as long; equal responses too, and in dense models no token behind which nothing
-    # is rated. Gradients, and log-probs on accelerators, differ by rounding from those without.
+    # Rows of a micro-batch compute a common prompt once, in updates and scoring, unless a response is more than four
+    # times as long; also equal responses, and in dense models no token after the last rated one. Gradients, and
+    # log-probs on accelerators, differ by rounding from those without sharing.
     share_prompts: ClassVar[bool] = True
 
     max_steps: Annotated[int, Ge(1)] = 100
-    """steps of the whole run; each takes new prompts"""
+    """number of steps of the whole run; each takes new prompts"""
     updates_per_step: Annotated[int, Ge(1)] = 1
-    """optimizer steps that a step's samples are split into"""
+    """number of optimizer steps that a step's samples are split over"""
     epochs_per_step: Annotated[int, Ge(1)] = 1
-    """times that each sample of a step is trained on"""
+    """number of times that each sample of a step is trained on"""
     skip_zero_advantage: bool = True
-    """leave out rows of advantage 0 where they have no gradient; entropy and mismatch are then measured on the
-    others"""
+    """leave out rows of advantage 0 if they have no gradient; entropy and mismatch are then measured on the others"""
     activation_checkpointing: Recompute = "none"
-    """full: keep only each layer's input for the backward pass and run the layer again; saves memory, costs a third
-    more work"""
+    """recomputation in the backward pass; full: keep only each layer's input and run the layer again, which saves
+    memory at a third more work"""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """routing of tokens to experts, in models that have them"""
     max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
-    """tokens that go through the model at once, prompts included; a longer row runs alone; null: 16384, on CPU 2048"""
+    """largest number of tokens in a micro-batch, prompts included; a longer row runs alone; null: 16384, on CPU 2048"""
     max_skipped_in_a_row: Annotated[int, Ge(1)] | None = 10
-    """skipped updates in a row, as loss or gradient isn't finite, after which the run ends; null: none are too many"""
+    """stop after this many consecutive skipped updates (non-finite loss or gradient); null: never"""
 
     @property
     def num_updates(self) -> int:
@@ -87,6 +86,6 @@ class TrainingConfig:
         return self.max_steps * self.updates_per_step * self.epochs_per_step
 
     def tokens_per_microbatch(self, device_kind: str) -> int:
-        """The budget of one micro-batch on this kind of device."""
+        """Return the token budget of one micro-batch on this kind of device."""
         default = DEFAULT_TOKENS_PER_MICROBATCH_ON_CPU if device_kind == "cpu" else DEFAULT_TOKENS_PER_MICROBATCH
         return self.max_tokens_per_microbatch or default
