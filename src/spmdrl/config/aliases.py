@@ -14,7 +14,7 @@ from spmdrl.config.key_names import Alias, Convert, Settings
 
 
 def _typed(given: Given, words: str, *types: type) -> Any:
-    """The value, refused where it is of another type."""
+    """Return the value, refused where it is of another type."""
     if type(given.value) not in types:
         raise ValueError(f"is {show(given)}, but must be {words}")
     return given.value
@@ -26,13 +26,13 @@ def _number(given: Given) -> int | float:
 
 
 def _count(settings: Settings, key: str) -> int:
-    """A count among the settings; 1 where it is no count, which the reader of that key refuses."""
+    """Return a count among the settings; 1 where it is no count, which the reader of that key refuses."""
     value = settings.value(key)
     return value if isinstance(value, int) and value > 0 else 1
 
 
 def _samples(given: Given, settings: Settings) -> dict[str, Any]:
-    """Samples of one optimizer step: with the prompts of a step its updates, else with the updates the prompts."""
+    """Convert samples per optimizer step to updates if a step's prompts are given, else to prompts."""
     num_samples = _typed(given, "a whole number", int)
     num_generations = _count(settings, "rollout.num_generations")
     if settings.is_given("rollout.prompts_per_step"):
@@ -49,7 +49,7 @@ def _samples(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _updates(num_all: int, num_each: int, unit: str, settings: Settings) -> dict[str, Any]:
-    """The optimizer steps that a step's samples or prompts make."""
+    """Return the optimizer steps into which a step's samples or prompts divide."""
     num_updates, rest = divmod(num_all, max(num_each, 1))
     given = settings.value("train.updates_per_step") if settings.is_given("train.updates_per_step") else num_updates
     if rest or num_each < 1 or num_updates < 1 or given != num_updates:
@@ -66,7 +66,7 @@ def _prompts_of_update(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _samples_or_prompts(given: Given, settings: Settings) -> dict[str, Any]:
-    """OpenRLHF's, where the prompts of a step have a name of their own."""
+    """Convert OpenRLHF's count of samples; refused without OpenRLHF's own name for a step's prompts."""
     if settings.is_given("rollout.prompts_per_step"):
         return _samples(given, settings)
     raise ValueError(
@@ -85,7 +85,7 @@ def _epsilon_high(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _delta(given: Given, settings: Settings) -> dict[str, Any]:
-    """TRL bounds the ratio of positive advantages too, which changes nothing above 1 + epsilon_high."""
+    """Convert TRL's bound, which also caps the ratio of positive advantages; no change above 1 + epsilon_high."""
     if given.value is None:
         return {"algo.clip_ratio_c": None}
     bound, high = _number(given), settings.value("algo.clip_ratio_high")
@@ -98,7 +98,7 @@ def _delta(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _beta(given: Given, settings: Settings) -> dict[str, Any]:
-    """TRL's online DPO has DPO's beta."""
+    """Convert TRL's beta: DPO's in online DPO, else the KL term's weight."""
     key = "algo.beta" if settings.value("algo.name") == "online_dpo" else "algo.kl_coef"
     return {key: _number(given)}
 
@@ -134,7 +134,7 @@ def _optimizer_steps(given: Given, settings: Settings, *, key: str) -> dict[str,
     return _interval(given, settings, key=key)
 
 
-# TRL's own functions, whose names mean nothing here.
+# TRL's own functions, which don't exist here.
 _TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 
 
@@ -149,7 +149,7 @@ def _reward_funcs(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _with_colon(spec: str) -> str:
-    """TRL's pkg.mod.function as pkg.mod:function."""
+    """Rewrite TRL's pkg.mod.function as pkg.mod:function."""
     module, dot, function = spec.rpartition(".")
     return f"{module}:{function}" if dot and ":" not in spec and "/" not in spec and function != "py" else spec
 
@@ -163,7 +163,7 @@ def _kl_in_reward(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _by_values(row: Mapping[str, Any]) -> Convert:
-    """The conversion of a row of aliases.yaml that lists values."""
+    """Return the conversion of a row of aliases.yaml that lists values."""
     key, values = row["key"], row["values"]
     way_out = row.get("advice", f"{key} may have other values")
 

@@ -38,62 +38,62 @@ from spmdrl.runtime.screen import safe_text
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """The steps of a verb that trains on data alone."""
+    """Steps of a verb that trains on data alone."""
 
     max_steps: Annotated[int, Ge(0)] = 0
-    """optimizer steps; in `train`, sft.max_steps > 0 trains so before the first step"""
+    """number of optimizer steps; in `train`, sft.max_steps > 0 is supervised training before the first step"""
     rows_per_step: Annotated[int, Ge(1)] = 64
-    """rows, or pairs, per optimizer step, over all ranks"""
+    """number of rows, or pairs, per optimizer step, over all ranks"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""
 
 
 @dataclass(frozen=True)
 class SftConfig(OfflineConfig):
-    """Supervised training: what the `sft` verb does, and `train` before its first step where `max_steps` > 0."""
+    """Supervised training: the `sft` verb, and `train` before its first step if `max_steps` > 0."""
 
     rows_per_step: Annotated[int, Ge(1)] = 256
     turns: Literal["last", "all"] = "last"
-    """what is learnt of a conversation in the chat template; last: its last message; all: every message of the
+    """messages of a conversation to learn, in the chat template; last: the last one; all: every message of the
     assistant, with the token that ends its turn"""
     stop_at_probability: Annotated[float, Interval(gt=0, le=1)] | None = None
-    """stop once the mean probability of a whole reference answer reaches this; null: run all max_steps"""
+    """mean probability of whole reference answers at which to stop; null: run all max_steps"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """the optimizer of the supervised steps; reinforcement learning starts with a fresh one"""
 
 
 @dataclass(frozen=True)
 class PreferencesConfig(PreferenceConfig, OfflineConfig):
-    """What the `preferences` verb does: DPO on the pairs of `data.train`."""
+    """DPO on the pairs of `data.train`, by the `preferences` verb."""
 
 
 @dataclass(frozen=True)
 class RewardModelConfig(OfflineConfig):
-    """What the `reward-model` verb does: it trains a model to score the better response of a pair higher."""
+    """Training of a model to score the better response of a pair higher, by the `reward-model` verb."""
 
     centring: Annotated[float, Ge(0)] = 0.0
     """weight of the square of both scores' sum, which keeps scores around 0 (arXiv:2312.09244; 0.01 there)"""
     margin_key: str | None = None
-    """column with the margin by which the better response of a row is to score higher (arXiv:2307.09288); null: 0"""
+    """column with the margin by which a row's better response should score higher (arXiv:2307.09288); null: 0"""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """When and how the held-out rows of `data.eval` are answered."""
+    """Times and sampling of answers to the held-out rows of `data.eval`."""
 
     interval: Annotated[int, Ge(0)] = 0
     """steps between evaluations; 0: only before and after training"""
     before_train: bool = True
-    """whether to evaluate before the first step"""
+    """evaluate before the first step too"""
     num_samples: Annotated[int, Ge(1)] = 1
     """answers per prompt; 1: one greedy answer; more: sampled ones, for avg@k and pass@k"""
     temperature: Annotated[float, Interval(gt=0, lt=math.inf)] = 1.0
-    """sampling temperature where num_samples > 1"""
+    """sampling temperature if num_samples > 1"""
     pass_at: tuple[Annotated[int, Ge(1)], ...] = ()
-    """each k of pass@k, at most num_samples; []: num_samples where that is more than 1"""
+    """values k of pass@k, at most num_samples; []: num_samples if it is more than 1"""
     max_rows: Annotated[int, Ge(1)] | None = None
-    """use only this many of the first held-out rows; null: all"""
+    """number of first held-out rows to use; null: all"""
 
     def __post_init__(self) -> None:
         if self.pass_at and max(self.pass_at) > self.num_samples:
@@ -112,10 +112,10 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run's files go."""
+    """Name and folder of the run."""
 
     name: str = "run"
-    """name of the run's folder and of its report"""
+    """name of the run's folder and report"""
     dir: str | None = None
     """the run's folder; null: runs/<name>"""
 
@@ -128,8 +128,8 @@ class RunConfig:
         place = self.folder.absolute()
         if place == place.parent or place == Path(os.path.expanduser("~")) or (place / ".git").exists():
             raise ValueError(
-                f"run.dir is {self.dir}, a file system's root, a home or a clone, but a run's folder is replaced and "
-                f"cleaned up by the run; set it to one of its own, such as {place / 'runs' / self.name}"
+                f"run.dir is {self.dir}, a file system's root, a home or a clone, but the run replaces and cleans up "
+                f"its folder; set run.dir to one of its own, such as {place / 'runs' / self.name}"
             )
 
     @property
@@ -138,7 +138,7 @@ class RunConfig:
 
     @property
     def folder_key(self) -> str:
-        """The setting that the folder comes from."""
+        """Key that sets the folder."""
         return "run.name" if self.dir is None else "run.dir"
 
 
@@ -149,20 +149,20 @@ def _is_folder_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Switches for looking closely at a run."""
+    """Switches for debugging."""
 
     deterministic: bool = False
-    """whether to refuse nondeterministic kernels"""
+    """refuse nondeterministic kernels"""
     batch_invariant: bool = False
-    """whether each row's log-probs are the same to the last bit whatever the batch, in generation and in training, on
-    CPUs in float32 with one thread; a difference ends the run, and no pass over old log-probs is needed"""
+    """make each row's log-probs bit-identical in any batch, in generation and in training, on CPUs in float32 with one
+    thread; a difference ends the run, and the pass over old log-probs is saved"""
     rollouts_to: str | None = None
-    """folder into which every step's responses are recorded; null: none"""
+    """folder for recording every step's responses; null: none"""
     rollouts_from: str | None = None
     """folder of recorded responses that replace generation; null: none"""
 
 
-# Made from the table, which alone lists the algorithms; type checkers see what all of them share.
+# Built from the table, the only list of algorithms; type checkers see what all of them share.
 if TYPE_CHECKING:
     _ChosenAlgoConfig = AlgoConfig
 else:
@@ -178,7 +178,7 @@ class Config:
     data: DataConfig
     """prompts and answers"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """how responses are generated"""
+    """generation of responses"""
     algo: _ChosenAlgoConfig = field(default_factory=GrpoConfig)
     """the learning algorithm"""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -186,11 +186,11 @@ class Config:
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     """devices and layouts"""
     reference: ReferenceConfig | None = None
-    """the frozen model that KL terms compare with, loaded where algo.kl_coef > 0; null: cut like the policy"""
+    """frozen model that KL terms compare with, loaded if algo.kl_coef > 0; null: laid out like the policy"""
     critic: CriticConfig | None = None
     """a value model beside the policy; null: none"""
     teacher: TeacherConfig | None = None
-    """a frozen model that the policy is distilled from, by algorithms that read what it makes; null: none"""
+    """frozen model from which the policy is distilled, by algorithms that read its columns; null: none"""
     lora: LoraConfig | None = None
     """low-rank adapters, trained in place of the policy's own weights; null: none"""
     train: TrainingConfig = field(default_factory=TrainingConfig)
@@ -198,7 +198,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     """reward functions"""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """what answers the model between its turns"""
+    """environment that answers the model between its turns"""
     sft: SftConfig = field(default_factory=SftConfig)
     """supervised training"""
     preferences: PreferencesConfig = field(default_factory=PreferencesConfig)
@@ -208,33 +208,33 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     """held-out evaluation"""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """what can be resumed from"""
+    """states to resume from"""
     dock: DockConfig = field(default_factory=DockConfig)
     """the sample flow"""
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     """the switch between update and generation shards"""
     log: LogConfig = field(default_factory=LogConfig)
-    """where metrics go"""
+    """destinations of metrics"""
     run: RunConfig = field(default_factory=RunConfig)
     """the run's folder"""
     debug: DebugConfig = field(default_factory=DebugConfig)
-    """switches for looking closely at a run"""
+    """switches for debugging"""
     seed: Annotated[int, Ge(0)] = 0
     """seed of everything random: data order, sampling, weights made by code"""
     resume: str = "auto"
-    """auto: from the newest checkpoint of the run's folder, if any; never: start anew; or a step number or a checkpoint
-    folder"""
+    """checkpoint to resume from; auto: the newest one of the run's folder, if any; never: start anew; or a step number
+    or a checkpoint folder"""
 
     @property
     def beside(self) -> dict[str, ReferenceConfig | JudgeConfig]:
-        """The sections of models beside the policy that are given, by the names of their roles."""
+        """Sections of models beside the policy, by the names of their roles."""
         of_reward = {"reward_model": self.reward.model, "judge": self.reward.judge}
         sections = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher} | of_reward
         return {name: section for name, section in sections.items() if section is not None}
 
     @property
     def resume_step(self) -> int | None:
-        """The step that `resume` names; None where it names none."""
+        """Step that `resume` names, or None."""
         return int(self.resume) if self.resume.isascii() and self.resume.isdigit() else None
 
     def __post_init__(self) -> None:
@@ -253,15 +253,15 @@ class Config:
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str], verb: str | None = None) -> LoadedConfig[Config]:
-    """Read and check a run's configuration, that of a verb with its keys alone.
+    """Read and check a run's configuration, with a verb's keys alone if one is given.
 
-    Raises ConfigError with every fault that was found.
+    Raises ConfigError with all faults.
     """
     return read_config(Config, files, overrides, ALIASES, WISHED, verb, _with_algorithm)
 
 
 def _with_algorithm(tree: dict[str, Given]) -> type[Config]:
-    """The config's type, with the settings of the algorithm outside the package that `algo.name` names, if it does."""
+    """Return the config's type, with the settings of an algorithm outside the package if `algo.name` names one."""
     given = find(tree, ("algo", "name"))
     if given is None or not (":" in given.text or given.text.endswith(".py")):
         return Config

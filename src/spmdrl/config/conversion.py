@@ -1,4 +1,4 @@
-"""A tree of written values to a tree of dataclasses, with every fault collected rather than the first one raised."""
+"""Conversion of a tree of written values to dataclasses, which collects every fault instead of raising the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmdrl.config.key_schema import adapter, own_keys, tag_of, tags_of
 
 
 def complete(entries: dict[str, Given], owner: Any, base: object = None) -> None:
-    """Add what no source sets: the default of each key, and the sections that are required."""
+    """Add what no source sets: defaults, and required sections."""
     for key in own_keys(owner, base=base):
         given = entries.get(key.name)
         if given is None and key.default is not MISSING:
@@ -35,31 +35,31 @@ def complete(entries: dict[str, Given], owner: Any, base: object = None) -> None
 
 @dataclass
 class Conversion:
-    """What a tree was converted to, or what is wrong with it."""
+    """Result of a tree's conversion, or its faults."""
 
     value: Any = None
     problems: list[str] = field(default_factory=list)
     doubts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    """refusals by a dataclass that rest on these keys, which no source sets: another fault may be the reason"""
+    """refusals by a dataclass because of keys that no source sets: another fault may be the reason"""
     unknown: list[tuple[str, Given]] = field(default_factory=list)
     missing: list[tuple[str, Any]] = field(default_factory=list)
 
 
 def origins(tree: dict[str, Given]) -> dict[str, str]:
-    """The origin of each key that a value was written for, or that has a default."""
+    """Return the origin of each key with a written value or a default."""
     return {".".join(parts): given.origin for parts, given in leaves(Given(tree, "", ""))}
 
 
 def convert(root: Any, tree: dict[str, Given], wished: Mapping[str, str]) -> Conversion:
-    """A complete tree as a `root`; the tree is changed. `wished` has advice for `key=value` that a key doesn't take.
+    """Convert a complete tree to a `root`; changes the tree. `wished` has advice for `key=value` that a key refuses.
 
-    Unknown keys, which hide other faults, are taken out. Numbers and truth values become their text wherever that is
-    wanted, so that a run may be called 12 or no; only an empty value is null.
+    Unknown keys, which hide other faults, are removed. Numbers and booleans become text where text is expected, so that
+    a run may be named 12 or no; only an empty value is null.
     """
     found, as_written = Conversion(), dict[Path, Given]()
     is_changed = True
     while is_changed:
-        # In JSON, a strict validator takes lists for tuples and mappings for dataclasses, but no text for numbers.
+        # From JSON, a strict validator accepts lists as tuples and mappings as dataclasses, but no text as numbers.
         document = json.dumps([Given(tree, "", "").plain])
         try:
             (found.value,) = adapter(root).validate_json(document, strict=True)
@@ -94,10 +94,10 @@ def convert(root: Any, tree: dict[str, Given], wished: Mapping[str, str]) -> Con
 
 
 def _add_refusal(found: Conversion, fault: Fault, origin: Mapping[str, str]) -> None:
-    """A refusal by the dataclass itself, after the origins of the keys that it names, else of its section's."""
+    """Add a dataclass's refusal, after the origins of the keys that it names, else its section's."""
     message, (_, dot, section) = fault.refusal, fault.key.rpartition(".")
     if dot:
-        # A class that several sections use names its keys as its usual section has them.
+        # A class used in several sections names its keys by its usual section.
         message = re.sub(rf"(?<![\w.]){re.escape(section)}\.", f"{fault.key}.", message)
     named = [name for name in origin if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w|\[)", message)]
     suspects = named or [name for name in origin if within(name, fault.key)]

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a tree of written values: where in the tree, and in words with a way out."""
+"""Faults that pydantic finds in a tree of written values: their places, and messages with a way out."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Fault:
     """pydantic's name for it"""
     path: Path
     kind: Any
-    """the type that the schema has there"""
+    """type that the schema expects"""
     refusal: str = ""
     """the message of a dataclass that refuses its own values"""
     advice: str = ""
-    """what to do about a key that another member of a union has"""
+    """advice for a key that another member of a union has"""
     owner: Any = None
-    """the dataclass that has the key; of an item, what holds it"""
+    """dataclass with the key; for an item, its container"""
 
     @property
     def key(self) -> str:
@@ -44,12 +44,12 @@ class Fault:
 
     @property
     def wants_text(self) -> bool:
-        """Whether a number's text may be valid where the number isn't."""
+        """True if a number's text may be valid where the number isn't."""
         return self.type in ("string_type", "literal_error")
 
 
 def faults_of(root: Any, error: ValidationError) -> list[Fault]:
-    """Pydantic's faults of a list with one tree; of a union's, those of the member that the value resembles most."""
+    """Return pydantic's faults of a list with one tree; of a union, those of the member most like the value."""
     found = [_fault(root, entry) for entry in error.errors(include_url=False, include_input=False)]
     explained = {fault.path[:length] for fault in found for length in range(len(fault.path))}
     by_path: dict[Path, Fault] = {}
@@ -60,7 +60,7 @@ def faults_of(root: Any, error: ValidationError) -> list[Fault]:
 
 
 def _fault(root: Any, entry: ErrorDetails) -> Fault:
-    """A fault at the end of pydantic's steps: names and indices, and before those into a union the member's label."""
+    """Return the fault at the end of pydantic's path: names, indices, and labels of union members."""
     path: Path = ()
     kind = holder = root
     union, choice, type_ = None, "", entry["type"]
@@ -84,7 +84,7 @@ def _fault(root: Any, entry: ErrorDetails) -> Fault:
 
 
 def _below(kind: Any, step: str | int) -> Any:
-    """The type of one field, item or entry of a dataclass, list or mapping, or of such a member of a union."""
+    """Return the type of a field, item or entry of a dataclass, list or mapping, also inside a union."""
     for member in members_of(kind):
         arguments = get_args(member)
         if isinstance(step, int) and get_origin(member) in (tuple, list):
@@ -96,7 +96,7 @@ def _below(kind: Any, step: str | int) -> Any:
 
 
 def _advice(fault: Fault, union: Any, choice: str) -> str:
-    """What to do about a key of a section that only other choices of its tag have; empty where none has it."""
+    """Return advice for a key that a section has only with other values of its tag; empty if none has it."""
     section, _, name = fault.key.rpartition(".")
     others = [other for other, member in tags_of(union).items() if name in type_hints(member)]
     if not others:
@@ -112,12 +112,12 @@ def _listed(names: Sequence[str], last: str) -> str:
 
 
 def message_of(root: Any, fault: Fault, given: Given, advice: str | None) -> str:
-    """The key, its value, the rule and a way out: the advice, the key's default, or what the value itself suggests."""
+    """Compose key, value, rule and a way out: the advice, the default, or a guess from the value."""
     is_out_of_bounds = fault.type in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
     rule = describe_bounds(fault.kind) if is_out_of_bounds else describe(fault.kind)
     way_out = advice
     if is_out_of_bounds or (fault.type == "float_type" and isinstance(given.value, str) and not given.quoted):
-        # Members of a union may have the key with defaults of their own.
+        # Members of a union may have different defaults of the key.
         keys = [key for key in schema(root) if key.name == fault.key.partition("[")[0] and key.default is not MISSING]
         defaults = [key.default for key in keys if key.owner is fault.owner] or [key.default for key in keys]
         if defaults and all(default == defaults[0] for default in defaults):

@@ -1,4 +1,4 @@
-"""Written values with their origins, and how a message or a file shows one."""
+"""Written values with their origins, and their text in messages and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import yaml
 
 DEFAULT = "default"
-"""The origin of a value that no source sets."""
+"""Origin of a value that no source sets."""
 
 FLOAT_TAG = "tag:yaml.org,2002:float"
 FLOAT = re.compile(
@@ -25,7 +25,7 @@ Path: TypeAlias = "tuple[str | int, ...]"
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """Quotes text that would be read as a number, and keeps every string on one line."""
+    """YAML dumper that quotes text which reads as a number, and keeps every string on one line."""
 
 
 def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -38,7 +38,7 @@ _YamlDumper.add_representer(str, _represented)
 
 @dataclass(frozen=True)
 class Given:
-    """A written value: what YAML makes of it, its own text, and where it was written."""
+    """A written value: parsed, as text, and its origin."""
 
     value: Value
     text: str
@@ -47,7 +47,7 @@ class Given:
 
     @property
     def plain(self) -> Any:
-        """The value without its origins."""
+        """Value without origins."""
         if isinstance(self.value, dict):
             return {name: given.plain for name, given in self.value.items()}
         if isinstance(self.value, list):
@@ -56,7 +56,7 @@ class Given:
 
 
 def given_of(value: Any, origin: str) -> Given:
-    """A value that code made, as if it had been written at `origin`."""
+    """Return a value from code as if it were written at `origin`."""
     if isinstance(value, list | tuple):
         return Given([given_of(item, origin) for item in value], "", origin)
     if isinstance(value, dict) or is_dataclass(value):
@@ -65,7 +65,7 @@ def given_of(value: Any, origin: str) -> Given:
 
 
 def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Given]]:
-    """Every value below the mappings, with the names that lead to it; an empty mapping counts as a value."""
+    """Yield every value below the mappings, with the path of names; an empty mapping counts as a value."""
     if not isinstance(given.value, dict) or (parts and not given.value):
         yield parts, given
         return
@@ -74,7 +74,7 @@ def leaves(given: Given, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def plant(tree: dict[str, Given], parts: Sequence[str], given: Given) -> None:
-    """Set one value in a tree of mappings; mappings on the way are made, and replace other values there."""
+    """Set one value in a tree of mappings, creating mappings on the way in place of other values."""
     *sections, name = parts
     for section in sections:
         entry = tree.get(section)
@@ -88,7 +88,7 @@ def plant(tree: dict[str, Given], parts: Sequence[str], given: Given) -> None:
 
 
 def find(tree: dict[str, Given], path: Path) -> Given | None:
-    """The value at the end of these names and list indices, or None."""
+    """Return the value at the end of these names and list indices, or None."""
     given: Given | None = Given(tree, "", "")
     for step in path:
         entries: Any = given.value if given is not None else None
@@ -110,14 +110,14 @@ def replant(tree: dict[str, Given], path: Path, given: Given | None) -> None:
 
 
 def entries_of(value: Any) -> dict[str, Any]:
-    """What is below a value in a tree: the fields of a dataclass, the items of a mapping, nothing otherwise."""
+    """Return a value's children: the fields of a dataclass, the items of a mapping, else nothing."""
     if is_dataclass(value):
         return {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
     return dict(value) if isinstance(value, dict) else {}
 
 
 def value_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Each dotted key of a tree of dataclasses and mappings with its value; an empty mapping is a value itself."""
+    """Yield the dotted keys and values of a tree of dataclasses and mappings; an empty mapping is a value."""
     entries = entries_of(value)
     if not entries:
         yield key, value
@@ -126,17 +126,17 @@ def value_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def joined(key: str, name: object) -> str:
-    """A dotted key, or the name itself at the top."""
+    """Return a dotted key, or the name itself at the top."""
     return f"{key}.{name}" if key else str(name)
 
 
 def within(name: str, key: str) -> bool:
-    """Whether `name` is `key` or below it."""
+    """Return True if `name` is `key` or below it."""
     return not key or name == key or name.startswith(key + ".")
 
 
 def show(given: Given) -> str:
-    """A value as a message names it."""
+    """Return a value's text in a message."""
     if isinstance(given.value, dict):
         return shortened("a mapping (" + ", ".join(given.value) + ")") if given.value else "an empty mapping"
     if isinstance(given.value, list):
@@ -147,13 +147,13 @@ def show(given: Given) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning where it is too long for a message."""
+    """Return the text, cut if it is too long for a message."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def inline(value: object) -> str:
-    """YAML of a value on one line: scalars as they are, lists, mappings and dataclasses in brackets."""
-    # Most are defaults, the same in every config. 1, 1.0 and True are equal, but for their types.
+    """Format a value as YAML on one line: scalars as they are, lists, mappings and dataclasses in brackets."""
+    # Most are defaults, the same in every config. 1, 1.0 and True differ only in type.
     is_usual = isinstance(value, bool | int | str) or value is None
     return _scalar(type(value).__name__, value) if is_usual else _dumped(value)
 

@@ -1,6 +1,6 @@
-"""Names that aren't keys: those of other trainers, which are read as keys, and unknown ones, with advice.
+"""Names that aren't keys: other trainers' names, read as keys, and unknown ones, with advice.
 
-An alias may convert its value, where the other name counts something else.
+An alias may convert its value if the other name counts something else.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Settings:
 
     tree: dict[str, Given]
     verb: str | None = None
-    """keys that it doesn't read have no value"""
+    """verb that reads them; its unread keys have no value"""
 
     def is_given(self, key: str) -> bool:
         given = find(self.tree, tuple(key.split(".")))
         return given is not None and given.origin != DEFAULT
 
     def value(self, key: str) -> Any:
-        """What was written for the key, or its default; None where it has none."""
+        """Return the key's written value, or its default, or None."""
         given = find(self.tree, tuple(key.split(".")))
         return None if given is None or (self.verb and not is_read(self.verb, key)) else given.plain
 
 
 Convert: TypeAlias = Callable[[Given, Settings], dict[str, Any]]
-"""Canonical keys and their values from what was written; raises ValueError with the rest of a sentence that begins
+"""Conversion of a written value to canonical keys and values; raises ValueError with the rest of a sentence that begins
 with the alias."""
 
 
@@ -46,20 +46,19 @@ with the alias."""
 class Alias:
     """Another name for `key`.
 
-    With `convert`, the value of `key` is computed once all sources are read, and other keys that the conversion names
-    are set where no source sets them.
+    `convert` runs once all sources are read; it sets `key`, and other keys that no source sets.
     """
 
     key: str
     origin: str = ""
-    """the trainers that the name comes from"""
+    """trainers that use the name"""
     there: str = ""
-    """what it means there"""
+    """meaning there"""
     here: str = ""
-    """what it sets here, where that is more than `key`"""
+    """settings here, if more than `key`"""
     convert: Convert | None = None
     is_relation: bool = False
-    """whether it relates several keys, and may be given beside each of them"""
+    """True if it relates several keys, and may be given beside each of them"""
 
     @property
     def read_as(self) -> str:
@@ -68,7 +67,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class WrittenKey:
-    """One written value under its canonical name, and the alias that it was written under."""
+    """A written value under its canonical name, with the alias used for it."""
 
     parts: tuple[str, ...]
     given: Given
@@ -77,7 +76,7 @@ class WrittenKey:
 
     @property
     def key(self) -> str:
-        """The key that is meant."""
+        """Canonical key."""
         return self.alias.key if self.alias is not None and self.alias.is_relation else ".".join(self.parts)
 
     @property
@@ -86,7 +85,7 @@ class WrittenKey:
 
 
 def spellings_of(aliases: Mapping[str, Alias]) -> dict[str, Alias]:
-    """Every way to write the aliases: one without a dot is also understood inside the section of its key."""
+    """Return every spelling of the aliases: one without a dot is also read inside the section of its key."""
     spellings = {}
     for name, alias in aliases.items():
         section = alias.key.rpartition(".")[0]
@@ -97,7 +96,7 @@ def spellings_of(aliases: Mapping[str, Alias]) -> dict[str, Alias]:
 
 
 def aliases_of_verb(aliases: Mapping[str, Alias], verb: str, keys: Sequence[str]) -> dict[str, Alias]:
-    """The aliases that a verb reads as keys of its own section."""
+    """Return the aliases that a verb reads as keys of its own section."""
     unread = {name: alias for name, alias in aliases.items() if not is_read(verb, alias.key)}
     own = {name: counterpart(verb, alias.key, keys, own=True) for name, alias in unread.items()}
     return {name: Alias(key, unread[name].origin, unread[name].there) for name, key in own.items() if key}
@@ -106,7 +105,7 @@ def aliases_of_verb(aliases: Mapping[str, Alias], verb: str, keys: Sequence[str]
 def convert_aliases(
     tree: dict[str, Given], written: list[WrittenKey], problems: list[str], verb: str | None = None
 ) -> dict[str, str]:
-    """Put the converted values into the tree; returns what each spelling is read as. Refusals go to `problems`."""
+    """Put the converted values into the tree, add refusals to `problems`, and return each spelling's meaning."""
     used, settings = {}, Settings(tree, verb)
     for entry in written:
         assert entry.convert is not None, entry.spelling
@@ -128,14 +127,14 @@ def convert_aliases(
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The keys of a configuration, their other spellings, and advice for names that users look for."""
+    """Keys of a configuration, their other spellings, and advice for names that users look for."""
 
     keys: Sequence[str]
     spellings: Mapping[str, Alias]
     wished: Mapping[str, str]
 
     def advice(self, key: str) -> str:
-        """What to do about an unknown key."""
+        """Return advice for an unknown key."""
         wish = self.wish(key)
         if wish is not None:
             return wish
@@ -148,7 +147,7 @@ class KnownNames:
         return f"the keys of {section or 'the top level'} are {', '.join(beside)}"
 
     def without_sections(self, key: str) -> str:
-        """A name below sections of other trainers, as in actor_rollout_ref.rollout.n, without these; else unchanged."""
+        """Strip sections of other trainers, as in actor_rollout_ref.rollout.n, from a name."""
         first, _, rest = key.partition(".")
         if key in self.keys or key in self.spellings or first not in _FOREIGN_SECTIONS:
             return key
@@ -156,14 +155,14 @@ class KnownNames:
         return inner if inner in self.keys or inner in self.spellings else key
 
     def is_known(self, key: str) -> bool:
-        """Return True for a key, and below one that holds a mapping of any names."""
+        """Return True for a key, and for names below a key that holds any mapping."""
         names = key.split(".")
         starts = [".".join(names[:length]) for length in range(len(names), 0, -1)]
         known = next((start for start in starts if start in self.keys), None)
         return known == key or known is not None and not any(name.startswith(f"{known}.") for name in self.keys)
 
     def wish(self, key: str) -> str | None:
-        """The advice for a name that isn't here, unless the same name is a key elsewhere."""
+        """Return the advice for a name without a key, unless another section has such a key."""
         *sections, last = key.split(".")
         if key in self.wished:
             return self.wished[key]
@@ -172,7 +171,7 @@ class KnownNames:
         return next((self.wished[name] for name in (last, *sections) if name in self.wished), None)
 
     def near(self, key: str) -> list[str]:
-        """The keys that a misspelt one may mean: the same name in another section first, then similar ones."""
+        """Return the likely meanings of a misspelt key: the same name in another section first, then similar ones."""
         ends, (section, _, last) = self._ends_of(key), key.rpartition(".")
         if ends:
             return ends
@@ -185,18 +184,18 @@ class KnownNames:
             match = nearest(last, by_last)
             if match is not None:
                 return [self._key_of(by_last[match])]
-        # A wrong section may hide a right key; in a right section, its name would make every key look similar.
+        # Without sections: a wrong one hides a right key, and a right one makes all its keys look similar.
         match = None if section in self.keys else nearest(key, [*self.keys, *self.spellings])
         return [] if match is None else [self._key_of(match)]
 
     def meant(self, unknown: str) -> list[str]:
-        """The keys that an unknown one may stand for: the nearest, or any of its section."""
+        """Return the keys that an unknown one may mean: the nearest, or any of its section."""
         section = unknown.rpartition(".")[0]
         beside = [name for name in self.keys if section and name.rpartition(".")[0] == section]
         return [*self.near(unknown), *beside]
 
     def leaves_to_show(self, key: str, given: Given) -> Iterator[tuple[str, Given]]:
-        """An unknown section as one entry where one piece of advice is about all of it, else what stands in it."""
+        """Yield an unknown section as one entry if one piece of advice covers it, else its entries."""
         inside = list(leaves(given)) if isinstance(given.value, dict) else []
         meant, answered = self.near(key), any(parts[-1] in self.wished for parts, _ in inside)
         if (
@@ -213,7 +212,7 @@ class KnownNames:
         return [name for name in self.keys if name.rpartition(".")[2] == last]
 
     def _ends_of(self, key: str) -> list[str]:
-        """The known name that `key` ends with below sections of another trainer, as in actor_rollout_ref.rollout.n."""
+        """Return the known name at the end of `key`, behind another trainer's sections."""
         names = key.split(".")
         ends = [".".join(names[start:]) for start in range(1, len(names))]
         return [self._key_of(end) for end in ends if end in self.keys or end in self.spellings][:1]

@@ -24,7 +24,7 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @cache
 def adapter(root: Any) -> TypeAdapter[Any]:
-    """Pydantic's validator of a list that holds one tree; an adapter of a dataclass itself takes no configuration."""
+    """Return pydantic's validator of a list with one tree; an adapter of a dataclass itself takes no configuration."""
     holder: Any = types.GenericAlias(tuple, (root,))
     return TypeAdapter(holder, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
 
@@ -38,42 +38,42 @@ class Key:
     kind: Any
     owner: Any
     default: object
-    """MISSING where the key is required"""
+    """MISSING if the key is required"""
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The dataclasses that the key may hold: one, or those that a tag chooses between; none if it holds a value."""
+        """Dataclasses that the key may hold: one, or the choices of a tag; none if it holds a value."""
         members = members_of(self.kind)
         is_section = all(map(is_dataclass, members)) and (len(members) == 1 or tag_of(self.kind) is not None)
         return members if is_section else ()
 
     @property
     def text(self) -> str:
-        """The text under the field."""
+        """Text under the field."""
         return _field_texts(self.owner).get(self.last, "")
 
     @property
     def section(self) -> str:
-        """The name of its section, empty at the top."""
+        """Name of its section, empty at the top."""
         return self.name.rpartition(".")[0]
 
     @property
     def last(self) -> str:
-        """The name without its section."""
+        """Name without its section."""
         return self.name.rpartition(".")[2]
 
     @property
     def base(self) -> Any:
-        """The class that defines the key, which may be a base of its owner."""
+        """Class that defines the key, which may be a base of its owner."""
         return next(base for base in self.owner.__mro__ if self.last in getattr(base, "__annotations__", ()))
 
     def is_like(self, other: Key) -> bool:
-        """Whether two classes have the same key, with the same type, default and text."""
+        """Return True if both keys have the same type, default and text."""
         return (self.name, self.kind, self.default, self.text) == (other.name, other.kind, other.default, other.text)
 
 
 def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]:
-    """The fields of one dataclass as keys below `prefix`; where there is a `base`, its values are their defaults."""
+    """Yield the fields of a dataclass as keys below `prefix`; a `base` gives their defaults."""
     for entry in fields(owner):
         if entry.init:
             default = _default(entry) if base is None else getattr(base, entry.name)
@@ -81,7 +81,7 @@ def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]
 
 
 def key_groups(section: Key) -> dict[str, list[Key]]:
-    """The keys of a section; where its tag chooses, those alike in all choices, and under 'key=value' those of one."""
+    """Return the keys of a section: common ones of all its choices, and under 'key=value' those of one choice."""
     tag, choices = tag_of(section.kind), tags_of(section.kind)
     if tag is None:
         return {"": [key for owner in section.sections for key in _keys_below(section, owner)]}
@@ -101,7 +101,8 @@ def _keys_below(section: Key, owner: Any) -> list[Key]:
 
 
 def schema(root: Any) -> Iterator[Key]:
-    """Every key of a tree, sections included; a key that some choices of a union share comes once for each."""
+    """Yield every key of a tree, sections included; a key that several choices of a union share comes once per
+    choice."""
     for key in own_keys(root):
         yield from _with_keys_below(key)
 
@@ -114,7 +115,7 @@ def _with_keys_below(key: Key) -> Iterator[Key]:
 
 
 def schema_keys(root: Any) -> tuple[str, ...]:
-    """Every dotted key of a tree, sections included."""
+    """Return every dotted key of a tree, sections included."""
     return _schema_keys(root)
 
 
@@ -125,17 +126,17 @@ def _schema_keys(root: Any) -> tuple[str, ...]:
 
 @cache
 def type_hints(owner: Any) -> Mapping[str, Any]:
-    """The types of a dataclass' fields, with their bounds."""
+    """Return the types of a dataclass' fields, with their bounds."""
     return get_type_hints(owner, include_extras=True)
 
 
 def bare(kind: Any) -> Any:
-    """A type without its bounds."""
+    """Return a type without its bounds."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def members_of(kind: Any) -> tuple[Any, ...]:
-    """The members of a union but null; any other type is its own member."""
+    """Return the members of a union without null; any other type is its own member."""
     kind = bare(kind)
     if get_origin(kind) not in (Union, types.UnionType):
         return (kind,)
@@ -143,12 +144,12 @@ def members_of(kind: Any) -> tuple[Any, ...]:
 
 
 def tag_of(kind: Any) -> str | None:
-    """The key whose value chooses a member of this union; None where the values themselves do."""
+    """Return the key whose value chooses a member of this union; None if it has no tag."""
     return next((tag for extra in _extras(kind) if (tag := getattr(extra, "discriminator", None))), None)
 
 
 def tags_of(kind: Any) -> dict[str, Any]:
-    """Each value of the tag and the dataclass that it chooses."""
+    """Return each value of the tag with its dataclass."""
     tag = tag_of(kind)
     if tag is None:
         return {}
@@ -156,7 +157,7 @@ def tags_of(kind: Any) -> dict[str, Any]:
 
 
 def describe(kind: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     own = bare(kind)
     family, arguments = get_origin(own) or own, get_args(own)
     if family in (Union, types.UnionType):
@@ -181,7 +182,7 @@ def _describe_list(family: type[Any], arguments: tuple[Any, ...]) -> str:
 
 
 def describe_bounds(kind: Any) -> str:
-    """The bounds of a type, such as '> 0 and <= 1' or '>= 1 or null'; empty where it has none."""
+    """Return the bounds of a type, such as '> 0 and <= 1' or '>= 1 or null'; empty where it has none."""
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(describe_bounds(member) or describe(member) for member in get_args(kind))
     found = [(sign, getattr(extra, name, None)) for extra in _extras(kind) for name, sign in _BOUNDS.items()]
@@ -199,7 +200,7 @@ def _default(entry: Field[Any]) -> object:
 
 @cache
 def _field_texts(owner: Any) -> dict[str, str]:
-    """The text under each field; of inherited fields, pydantic finds it in the class that has them."""
+    """Return the text under each field; of inherited fields, pydantic finds it in the class that has them."""
     texts: dict[str, str] = {}
     bases: list[Any] = [base for base in reversed(owner.__mro__) if is_dataclass(base)]
     for base in bases:

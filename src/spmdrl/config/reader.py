@@ -1,6 +1,6 @@
 """A strict reader of a run's configuration: YAML files and overrides into a tree of frozen dataclasses.
 
-Later files win over earlier ones key by key, and overrides win over files.
+Later files win over earlier ones, key by key; overrides win over files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _NUM_SHOWN = 20
 
 
 class ConfigError(ValueError):
-    """Input that a run can't start with; the message names every fault, and a way out of each."""
+    """Unusable input; the message names every fault, with a way out of each."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig(Generic[T]):
-    """A tree of dataclasses and where each of its values comes from."""
+    """A tree of dataclasses with the origin of each value."""
 
     value: T
     origin: Mapping[str, str]
     """dotted key -> 'file:line', 'command line' or 'default'"""
     aliases_used: Mapping[str, str]
-    """key as it was written -> its canonical key, or what it sets where a conversion lies between"""
+    """key as written -> its canonical key, or the result of its conversion"""
     unread: Sequence[str] = ()
-    """sections and keys of files that several verbs share which the verb doesn't read"""
+    """sections and keys in files shared by several verbs that this verb doesn't read"""
 
 
 def read_config(
@@ -53,9 +53,9 @@ def read_config(
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
     An alias counts as written, and one without a dot also inside the section of its canonical key. `wished` has advice
-    for names that aren't keys, and for `key=value` where a key doesn't take that value. With a `verb`, aliases are its
-    own, and keys that it doesn't read are refused. `choose_root` makes of the written tree a type with more keys.
-    Raises ConfigError with all faults of all sources.
+    for names that aren't keys, and for `key=value` that a key refuses. With a `verb`, aliases are its own, and keys
+    that it doesn't read are refused. `choose_root` derives a type with more keys from the written tree. Raises
+    ConfigError with all faults of all sources.
     """
     problems: list[str] = []
     keys = schema_keys(root_type)
@@ -90,7 +90,7 @@ def read_config(
         for section, value in conversion.unknown
         for key, given in names.leaves_to_show(section, value)
     ]
-    # What a broken file or a misspelt key would have given is neither missing nor wrong.
+    # Values that a broken file or a misspelt key would have set are neither missing nor wrong.
     if None not in trees:
         meant = {key for unknown, _ in conversion.unknown for key in names.meant(unknown)}
         problems += [doubt for doubt, keys in conversion.doubts if not meant & set(keys)]
@@ -104,13 +104,13 @@ def read_config(
 
 
 def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
-    """The whole tree as YAML under its canonical names, each value followed by its origin as a comment."""
+    """Return the whole tree as YAML under its canonical names, each value followed by its origin as a comment."""
     return "\n".join(_resolved_lines(loaded.value, "", loaded.origin, indent="")) + "\n"
 
 
 @contextmanager
 def start_up() -> Iterator[None]:
-    """While a run is set up, turn the errors of bad input (ValueError, OSError) into ConfigError."""
+    """Turn errors of bad input (ValueError, OSError) during a run's set-up into ConfigError."""
     try:
         yield
     except (ConfigError, StartRefused):
@@ -122,7 +122,7 @@ def start_up() -> Iterator[None]:
 def _canonical(
     source: Sequence[tuple[tuple[str, ...], Given]], names: KnownNames, problems: list[str]
 ) -> Iterator[WrittenKey]:
-    """The leaves of one source under canonical names; a key that it gives under two names is a problem."""
+    """Yield the leaves of one source under canonical names; a key given under two names is a problem."""
     written: dict[tuple[str, ...], str] = {}
     for parts, given in source:
         # At the top of a source, `optim.lr` is the same as lr below optim.
@@ -151,9 +151,9 @@ def _canonical(
 def _refused_keys(
     verb: str, unread: Sequence[WrittenKey], given: Collection[WrittenKey], keys: Sequence[str]
 ) -> Iterator[str]:
-    """The problems of keys that a verb doesn't read, unless they are given for another one, which has its steps.
+    """Yield the problems of keys that a verb doesn't read, unless they are for another verb, whose steps are given.
 
-    A command line is for several verbs only if the steps of this one are given too.
+    A command line serves several verbs only if this one's steps are given too.
     """
     in_files = {key.key for key in given if key.given.origin != COMMAND_LINE}
     everywhere = {key.key for key in given}

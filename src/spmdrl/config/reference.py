@@ -1,4 +1,4 @@
-"""The reference of all keys, made from the code: entries for `help KEY`, the Markdown page and the JSON schema."""
+"""Reference of all keys, generated from the code: entries for `help KEY`, the Markdown page and the JSON schema."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LONGEST_DEFAULT = 60
 _PAGE_HEAD = """\
 # Keys of a configuration
 
-This page is made from the code: `python -m spmdrl help --markdown > docs/config.md`. `python -m spmdrl help KEY` prints
-one entry, and [aliases.md](aliases.md) lists the names of other trainers that are read too.
+This page is generated from the code: `python -m spmdrl help --markdown > docs/config.md`. `python -m spmdrl help KEY`
+prints one entry, and [aliases.md](aliases.md) lists the names of other trainers that are read too.
 
 A key is set in a YAML file (`optim: {lr: 1e-6}`), or on the command line (`optim.lr=1e-6`), which wins over files; of
 several files the later ones win. A key that isn't here is refused, and the nearest one named. `python -m spmdrl check
@@ -41,17 +41,17 @@ server complete and check the keys of files that begin with a line such as
 
 
 def known_names(root: type[Any]) -> KnownNames:
-    """All names of a configuration."""
+    """Return all names of a configuration."""
     return KnownNames(schema_keys(root), spellings_of(ALIASES), WISHED)
 
 
 def find_keys(root: type[Any], name: str) -> list[Key]:
-    """The entries of a dotted key: none where there is no such key, several where choices of a union differ in it."""
+    """Return a dotted key's entries: none if there is no such key, several if choices of a union differ in it."""
     return [key for key in schema(root) if key.name == name]
 
 
 def key_page(root: type[Any], names: KnownNames, name: str) -> str | None:
-    """The entry of a key, a section, an alias or a name that isn't here; None for an unknown name."""
+    """Return the entry of a key, a section, an alias or a name with advice; None for an unknown name."""
     entries = [_section_lines(key) if key.sections else _key_lines(key) for key in find_keys(root, name)]
     if entries:
         return "\n".join("\n".join(lines) + "\n" for lines in entries)
@@ -85,7 +85,7 @@ def _section_lines(section: Key) -> Iterator[str]:
 
 
 def _shown_groups(section: Key) -> dict[str, list[Key]]:
-    """The keys of a section; those alike in several choices come once, under `key=one, other`, widest groups first."""
+    """Return a section's keys by choice; common keys come once, under `key=one, other`, widest groups first."""
     (_, shared), *own = key_groups(section).items()
     by_choices: dict[tuple[str, ...], list[Key]] = {}
     for _, keys in own:
@@ -98,7 +98,7 @@ def _shown_groups(section: Key) -> dict[str, list[Key]]:
 
 
 def _together(choices: Sequence[str]) -> str:
-    """Choices of one tag as one text."""
+    """Join choices of one tag."""
     first, *others = choices
     return ", ".join([first, *(other.partition("=")[2] for other in others)])
 
@@ -121,12 +121,12 @@ def _wrapped(text: str, indent: str = "  ", width: int = _WIDTH) -> list[str]:
 
 
 def config_page(root: type[Any]) -> Iterator[str]:
-    """The lines of the Markdown page of all keys."""
+    """Yield the lines of the Markdown page of all keys."""
     yield from _PAGE_HEAD
     top = list(own_keys(root))
     yield from ["", "## Top level", ""]
     yield from (line for key in top if not key.sections for line in _key_item(key))
-    # Keys that several sections have from one base are listed in the first section that is always of one class.
+    # Keys that sections inherit from one base are listed in the first section that is always of one class.
     listed: dict[Any, Key] = {}
     for key in (key for section in top if len(section.sections) == 1 for key in key_groups(section)[""]):
         listed.setdefault((key.base, key.last, repr(key.default)), key)
@@ -135,7 +135,7 @@ def config_page(root: type[Any]) -> Iterator[str]:
 
 
 def _section_part(section: Key, level: str, listed: dict[Any, Key]) -> Iterator[str]:
-    """The part of a section; one of a class that is listed already refers to it."""
+    """Yield the lines of a section; one whose class is already listed refers to it."""
     yield from ["", f"{level} {section.name}", "", f"{section.text[:1].upper()}{section.text[1:].rstrip('.')}.", ""]
     known = listed.setdefault(section.sections, section)
     if known is not section:
@@ -155,7 +155,7 @@ def _section_part(section: Key, level: str, listed: dict[Any, Key]) -> Iterator[
 
 
 def _as_listed(section: Key, known: Key) -> str:
-    """A section by another one of its class, with the defaults that it has otherwise."""
+    """Return a reference from a section to another one of its class, with its different defaults."""
     theirs = {key.last: key.default for key in key_groups(known)[""]}
     own = [key for key in key_groups(section)[""] if key.default != theirs[key.last]]
     other = [f"`{key.last}` has the default `{_default_text(key)}`" for key in own]
@@ -176,13 +176,14 @@ def _wrapped_item(item: str) -> list[str]:
 
 
 def json_schema(root: Any) -> dict[str, Any]:
-    """JSON schema of a configuration file; as several files may make one configuration, no key is required."""
+    """Build the JSON schema of a configuration file; no key is required, as several files may make one
+    configuration."""
     classes = _for_files(adapter(root).json_schema()["$defs"])
     for key in schema(root):
         classes[key.owner.__name__]["properties"][key.last]["description"] = key.text
     for spelling, alias in spellings_of(ALIASES).items():
         section, _, name = spelling.rpartition(".")
-        # Sections of other trainers have none here.
+        # Other trainers' sections have none here.
         for owner in [root] if not section else [one for key in find_keys(root, section)[:1] for one in key.sections]:
             described = {"description": f"{alias.origin}: {alias.there}; sets {alias.read_as}"}
             classes[owner.__name__]["properties"].setdefault(name, described)
@@ -192,7 +193,7 @@ def json_schema(root: Any) -> dict[str, Any]:
 
 
 def _for_files(definition: Any) -> Any:
-    """Pydantic's JSON schema of a value as files may write it: in part, and with numbers where text is wanted."""
+    """Adapt pydantic's JSON schema to files: values in part, and numbers where text is expected."""
     if not isinstance(definition, dict):
         return [_for_files(entry) for entry in definition] if isinstance(definition, list) else definition
     if "properties" in definition:

@@ -1,4 +1,4 @@
-"""The sources of a configuration, YAML files and the command line, as values that remember where they were written."""
+"""Sources of a configuration, YAML files and the command line, read as values with their origins."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TEXT_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "timestamp", "valu
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)$")
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
 
-# A file of a run has a few hundred short lines. Beyond these limits it is something else, or an attempt to exhaust the
-# reader: a few lines of anchors can stand for billions of values. Whole numbers of so many digits fit a float.
+# A run's file has a few hundred short lines. Beyond these limits it is something else, or an attempt to exhaust the
+# reader: a few lines of anchors can stand for billions of values. Whole numbers of up to this many digits fit a float.
 _MOST_BYTES = 256 << 10
 _MOST_VALUES = 50_000
 _MOST_DIGITS = 300
@@ -30,11 +30,11 @@ _MOST_LEVELS = 50
 
 
 class _LimitError(yaml.MarkedYAMLError):
-    """The text is valid, but larger than a configuration is."""
+    """Valid text beyond a configuration's limits."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Composes nodes with YAML 1.2's numbers: `1e-6` is a float, and `010`, `1:30` or `.nan` are text."""
+    """YAML loader with YAML 1.2's numbers: `1e-6` is a float, and `010`, `1:30` or `.nan` are text."""
 
     yaml_implicit_resolvers = {
         start: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT_TAG, FLOAT_TAG)]
@@ -43,7 +43,7 @@ class _YamlLoader(yaml.SafeLoader):
     _level = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node and those below it, within the levels that are allowed."""
+        """Compose a node and its children, within the allowed depth."""
         self._level += 1
         if self._level > _MOST_LEVELS:
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ _YamlLoader.add_implicit_resolver(FLOAT_TAG, FLOAT, NUMBER_STARTS)
 
 
 def read_file(path: Path, problems: list[str]) -> Given | None:
-    """The mapping that a YAML file holds, or None where it can't be read as one; what is wrong goes to `problems`."""
+    """Read a YAML file's mapping, or return None; faults go to `problems`."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -78,14 +78,14 @@ def read_file(path: Path, problems: list[str]) -> Given | None:
 
 
 def _file_meant(path: Path) -> str:
-    """A way out for a file that isn't there."""
+    """Return a way out for a missing file."""
     beside = {str(found.name) for found in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()
     near = nearest(path.name, beside - {path.name})
     return f"did you mean {path.parent / near}?" if near else f"the working directory is {Path.cwd()}"
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Part a command line into the files to read and the overrides: whatever has a `key=` or begins with `--`."""
+    """Split a command line into files to read and overrides, which have a `key=` or begin with `--`."""
     files, overrides = [], []
     rest = deque(arguments)
     while rest:
@@ -104,7 +104,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 def override_leaves(
     overrides: Sequence[str], names: KnownNames, problems: list[str]
 ) -> Iterator[tuple[tuple[str, ...], Given]]:
-    """The names and values that the overrides set, each key once; what is wrong goes to `problems`."""
+    """Yield the names and values of the overrides, each key once; faults go to `problems`."""
     rest = deque(overrides)
     latest: dict[tuple[str, ...], Given] = {}
     while rest:
@@ -145,12 +145,12 @@ def _is_pair(argument: str) -> bool:
 
 
 def _is_value(argument: str) -> bool:
-    """Whether this can be the value of the flag before it, rather than the next flag, pair or file."""
+    """Return True if this can be the previous flag's value, rather than the next flag, pair or file."""
     return not (argument.startswith("--") or _is_pair(argument) or argument.endswith((".yaml", ".yml")))
 
 
 class _Composer:
-    """Turns the text of one source, a file or the command line, into a tree of Given."""
+    """Parser of one source, a file or the command line, into a tree of Given."""
 
     def __init__(self, file: str | None, problems: list[str]) -> None:
         self._file = file
@@ -159,7 +159,7 @@ class _Composer:
         self._num_values = 0
 
     def read(self, text: str) -> Given | None:
-        """The value that the text holds, null where it is empty; None where it isn't valid."""
+        """Return the value of the text, null if empty; None if it isn't valid."""
         try:
             if len(text) > _MOST_BYTES:
                 raise _LimitError(problem=f"more than {_MOST_BYTES >> 10} KiB")
@@ -208,7 +208,7 @@ class _Composer:
                 raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=name.start_mark)
             _check_characters(name)
             if name.tag == _MERGE_TAG:
-                # Of several mappings under `<<`, the first that has a name wins.
+                # Of several mappings under `<<`, the first with a name wins.
                 merged = _mapping_to_merge(self._given(value, key), value) | merged
                 continue
             path, where = joined(key, name.value), self._origin(name.start_mark)

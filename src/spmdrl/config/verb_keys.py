@@ -1,4 +1,4 @@
-"""Which keys each verb reads, and the key of a verb that stands for one of another verb."""
+"""Keys that each verb reads, and counterparts of another verb's keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANSWERS = (
     "rollout -rollout.prompts_per_step -rollout.num_generations -rollout.partial_max_rounds "
     "-rollout.partial_extra_prompts environment"
 )
-# Evaluations draw answers as the section eval says, and judge by functions alone.
+# Evaluations sample as the section eval says, and score by functions alone.
 _JUDGED = (
     f"{_ANSWERS} -rollout.temperature -rollout.top_p -rollout.top_k -rollout.min_p -rollout.ignore_eos reward "
     "-reward.model -reward.judge -reward.max_error_rate"
@@ -37,13 +37,13 @@ _READ: Mapping[str, frozenset[str]] = {
         "-critic.layout -teacher.layout -reward.model.layout -reward.judge.layout",
     }.items()
 }
-"""by verb, the sections and keys that it reads; * is all, and of several that hold a key the longest decides"""
+"""sections and keys by the verb that reads them; * is all, and the longest entry that holds a key decides"""
 
 OWN = {"sft": "sft", "preferences": "preferences", "reward-model": "reward_model"}
-"""the section of a verb that trains on data alone: its steps, its optimizer"""
+"""section of a verb that trains on data alone: its steps, its optimizer"""
 STEPS = {"train": "train.max_steps"} | {verb: f"{section}.max_steps" for verb, section in OWN.items()}
-"""the number of steps of each verb that trains; a file that has it may have all keys of that verb"""
-# Where such a key stands for another one under another name.
+"""key of the steps of each verb that trains; a file with it may have all keys of that verb"""
+# Counterparts with another name.
 _SAME = {
     "rollout.prompts_per_step": "rows_per_step", "algo.kl_coef": "beta", "algo.loss_agg": "loss_type",
     "rollout.num_generations": "num_samples",
@@ -61,7 +61,7 @@ def is_read(verb: str, key: str) -> bool:
 
 
 def counterpart(verb: str, key: str, keys: Collection[str], *, own: bool = False) -> str | None:
-    """The key that a verb reads in place of one that it doesn't; with `own`, only one of its own section."""
+    """Return the key that a verb reads in place of this one; with `own`, only in its own section."""
     homes = [OWN[verb]] if verb in OWN else [] if own else ["", "train", "algo"] if verb == "train" else []
     homes += [] if own or verb in ("train", "replay") else ["eval", "rollout"]
     tails = [_SAME.get(key, key), key.partition(".")[2]]
@@ -72,7 +72,7 @@ def counterpart(verb: str, key: str, keys: Collection[str], *, own: bool = False
 
 
 def summarised(unread: Iterable[str], read: Iterable[str]) -> list[str]:
-    """Keys by their sections, wherever nothing else of a section is among those that are read."""
+    """Replace keys by their section if no key of the section is read."""
     others, found = list(read), dict[str, None]()
     for key in unread:
         names = key.split(".")
