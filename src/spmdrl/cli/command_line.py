@@ -1,4 +1,4 @@
-"""The command line: one verb, then what the verb takes. A verb's module is imported only when it runs."""
+"""Command line: one verb, then its arguments. A verb's module is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help
 """
 
 _MOST_PROMPT_BYTES = 1 << 20
-# The verbs that save and leave when they are asked to.
+# Verbs that save and exit when asked to stop.
 _STOPPING_VERBS = ("train", "sft", "preferences", "reward-model")
 _CONFIGURED_VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate")
-# The verbs whose ranks meet.
+# Verbs whose ranks form one job.
 _JOINING_VERBS = (*_CONFIGURED_VERBS, "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns 0, or 2 where the input is wrong; any other failure raises, so that Python exits with 1."""
+    """Run one verb. Returns 0, or 2 for wrong input; any other failure raises, so that Python exits with 1."""
     if is_msruns_scheduler(os.environ):
-        # Ranks meet without it, and msrun waits for it to end well.
+        # Ranks form the job without it, and msrun waits for it to end well.
         return 0
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_own_help = arguments[:1] in (["doctor"], ["report"], ["replay"])
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             return _refuse_all(error, launch, is_joining=bool({*arguments[:1]} & {*_JOINING_VERBS}))
     except KeyboardInterrupt:
-        # Ctrl-C reaches all ranks; once they work together, those that notice it second end by PeerFailed.
+        # Ctrl-C reaches all ranks; once they work together, all but the first to notice it end by PeerFailed.
         if launch.rank == 0:
             show("spmdrl: interrupted", stream=sys.stderr)
         return INTERRUPTED
@@ -111,13 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.rank == 0 or (str(stopped) and not stopped.is_agreed):
             show(f"spmdrl: {text}", stream=sys.stderr)
         if str(stopped) or stopped.is_agreed:
-            # Else it may be the launcher that asked, as another rank had died before they met.
+            # Otherwise the launcher may have asked, as another rank had died before they joined.
             write_error_file(f"spmdrl: {text}", stopped.code)
         return stopped.code
 
 
 def _help(names: Sequence[str]) -> int:
-    """Print the page of a verb, or of each key; of anything else, and of nothing, the general one."""
+    """Print the page of a verb or of each key; for anything else, the general page."""
     if names and names[0] in VERB_PAGES:
         names = names[:1]
     elif names and names[0] in VERBS:
@@ -130,7 +130,7 @@ def _help(names: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """What `--help` prints."""
+    """Return the text of `--help`."""
     return USAGE.format(verbs="\n".join(f"  {verb:13}{purpose}" for verb, purpose in VERBS.items()))
 
 
@@ -142,7 +142,7 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         near = nearest(verb, VERBS)
         advice = f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {verb!r}; {advice}")
-    # Verbs bring torch with them: imported here, so that --help and refusals of the command line are instant.
+    # Verbs import torch: imported here, so that --help and refusals of the command line are instant.
     if verb == "report":
         from spmdrl.observability.report.report import main as report
 
@@ -175,14 +175,14 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
         )
     with ExitStack() as handled:
-        # Imports end at once: a module that is cut short may go on half done.
+        # Signals during imports end the process at once: a module that is cut short may go on half done.
         handled.enter_context(request.handling_signals(launch.rank))
         from spmdrl.config.config import load_config
 
         with start_up():
             loaded = load_config(files, overrides, question["verb"])
         if launch.rank == 0:
-            # What generate prints are JSON lines.
+            # generate's stdout is JSON lines.
             stream = sys.stderr if verb == "generate" else None
             for written, canonical in loaded.aliases_used.items():
                 show(f"config: {written} is read as {canonical}", stream=stream)
@@ -205,7 +205,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
 
 
 def _main_of(verb: str, prompts: Sequence[str], question: dict[str, Any]) -> Callable[[Any], int]:
-    """The verb's own main, with PyTorch and all else that it imports."""
+    """Return the verb's own main, with PyTorch and all else that it imports."""
     if verb == "train":
         from spmdrl.verbs.train import main as train
 
@@ -228,7 +228,7 @@ def _main_of(verb: str, prompts: Sequence[str], question: dict[str, Any]) -> Cal
 
 
 def take_question(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Part what the main of `check` takes, such as the verb that it is about, from the config's arguments."""
+    """Split the arguments of `check`'s main, such as the verb, from the config's."""
     verb, rest = take_verb(arguments, _CONFIGURED_VERBS)
     planned, rest = take_ranks(rest)
     memory, rest = take_numbers(rest, (MEMORY,))
@@ -240,7 +240,7 @@ def take_question(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part `prompt=TEXT`, `--prompt TEXT` and `-` (standard input as one prompt) from the other arguments."""
+    """Split `prompt=TEXT`, `--prompt TEXT` and `-` (standard input as one prompt) from the other arguments."""
     prompts: list[str] = []
     others: list[str] = []
     rest = deque(arguments)
@@ -260,17 +260,17 @@ def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_ranks(arguments: Sequence[str]) -> tuple[LaunchEnvironment | None, list[str]]:
-    """Part `--ranks N` and `--nodes N` from the other arguments: the job that they describe, or None without them."""
+    """Split `--ranks N` and `--nodes N` from the other arguments: the job they describe, or None."""
     numbers, others = take_numbers(arguments, ("--ranks", "--nodes"))
     ranks, nodes = numbers.get("--ranks", 1), numbers.get("--nodes", 1)
     if ranks % nodes:
-        raise ConfigError(f"--ranks {ranks} isn't a multiple of --nodes {nodes}; each node starts as many ranks")
+        raise ConfigError(f"--ranks {ranks} isn't a multiple of --nodes {nodes}; every node must start the same number")
     return LaunchEnvironment(world_size=ranks, local_world_size=ranks // nodes) if numbers else None, others
 
 
 def _standard_input() -> str:
     if read_launch_environment(os.environ).world_size > 1:
-        raise ConfigError("- is standard input, which several ranks can't all read; write prompt='...'")
+        raise ConfigError("- is standard input, which only one rank could read; write prompt='...'")
     content = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
     if len(content) > _MOST_PROMPT_BYTES:
         raise ConfigError(f"standard input has more than {_MOST_PROMPT_BYTES >> 20} MiB; put prompts into data.eval")
@@ -294,7 +294,7 @@ def _refuse(error: ConfigError | StartRefused, launch: LaunchEnvironment, *, is_
 
 
 def _refuse_all(error: ConfigError, launch: LaunchEnvironment, *, is_joining: bool) -> int:
-    """Refuse what this rank found by itself, and have the other ranks end with it."""
+    """Show this rank's own error, and end the other ranks too."""
     if launch.rank == 0:
         _refuse(error, launch)
     if launch.world_size == 1 or not is_joining:

@@ -1,4 +1,4 @@
-"""`spmdrl explain`: what an algorithm computes, its keys and defaults, and where other trainers differ from it."""
+"""`spmdrl explain`: an algorithm's equations, keys and defaults, and its differences from other trainers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _CONFIGS = {str(vars(config)["name"]): config for config in ALGORITHMS}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the pages of the algorithms that are named, or the list of all; with `--json` the list as JSON.
+    """Print the pages of the named algorithms, or the list of all; with `--json` the list as JSON.
 
-    Raises ConfigError for a name that no algorithm has.
+    Raises ConfigError for an unknown name.
     """
     names = [argument.removeprefix("algo.") for argument in arguments if argument != "--json"]
     for name in names:
@@ -43,14 +43,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def paper_of(config: type[AlgoConfig]) -> str:
-    """The arXiv number of the paper that a config's docstring names first."""
+    """Return the arXiv number of the paper that a config's docstring names first."""
     found = re.search(r"arXiv:(\d{4}\.\d{4,5})", f"{config.__doc__} {_equations(config)}")
     return found[1] if found else ""
 
 
 @cache
 def comparisons() -> Mapping[str, Any]:
-    """What `bash launch/disagreements.sh` found: `versions` of other trainers, and `rows`, one per comparison."""
+    """Read the results of `bash launch/disagreements.sh`: other trainers' `versions`, and one of `rows` per
+    comparison."""
     found: Mapping[str, Any] = json.loads((files("spmdrl.algorithms") / "comparisons.json").read_text())
     return found
 
@@ -75,7 +76,7 @@ def _summary(config: type[AlgoConfig]) -> str:
 
 
 def _equations(config: type[AlgoConfig]) -> str:
-    """The rest of the settings' docstring; without one, the docstring of the module of their algorithm."""
+    """Return the rest of the settings' docstring; without one, the docstring of the module of their algorithm."""
     own = inspect.cleandoc(config.__doc__ or "").partition("\n\n")[2]
     return own or inspect.cleandoc(sys.modules[ALGORITHMS[config].__module__].__doc__ or "")
 

@@ -1,4 +1,4 @@
-"""How a failure is shown: one line with cause and place; whole tracebacks go into files of the run's folder."""
+"""Display of failures: one line with cause and place; whole tracebacks go into files of the run's folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spmdrl.runtime.supervision.launcher import write_error_file
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, code_of_stop, request
 
 _LONGEST_CAUSE = 500
-# Time in which the rank that names the cause does so, and the launcher ends the others: one cause on the screen.
+# Time for one rank to print the cause and for the launcher to end the others: one cause on the screen.
 OTHER_RANKS_WAIT_SECONDS = 5.0
 _LAUNCHER_SECONDS = 20.0
 
 
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether tracebacks belong on the screen: with SPMDRL_TRACEBACK=1, and under a debugger."""
+    """Return True if tracebacks belong on the screen: with SPMDRL_TRACEBACK=1, and under a debugger."""
     words = sys.orig_argv[1:4]
     return environ.get("SPMDRL_TRACEBACK", "") not in ("", "0") or sys.gettrace() is not None or "pdb" in words
 
@@ -34,7 +34,7 @@ def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
 def end_with(
     failure: Exception, folder: Path, launch: LaunchEnvironment, let_signals_end: Callable[[], object] = lambda: None
 ) -> int:
-    """Show why this rank ends, unless another one does that, and return the exit code.
+    """Show why this rank ends, unless another rank does, and return the exit code.
 
     After `let_signals_end`, the launcher's signals end this rank at once.
     """
@@ -49,18 +49,18 @@ def end_with(
         return code_of_stop(reason)
     is_named = False
     if isinstance(failure, PeerFailed):
-        # A rank that is gone can't show its end, and one of another node has another screen.
+        # A dead rank can't show its end, and a rank of another node has another screen.
         is_named = failure.first.is_death or launch.node_of(failure.first.rank) != launch.node_rank
         if is_named:
             _show_first(failure.first, launch)
     let_signals_end()
     if isinstance(failure, PeerFailed) or is_consequence(failure):
-        # The launcher that ends this rank has said so already.
+        # The launcher that ends this rank has already printed why.
         request.end_by_signal()
     written = write_traceback(failure, folder, launch.rank)
     if isinstance(failure, PeerFailed):
-        # The launcher ends this rank meanwhile, unless each rank has a launcher and a screen of its own; all ranks of
-        # its node find one that is gone themselves.
+        # The launcher ends this rank meanwhile, unless each rank has its own launcher and screen; the ranks of its node
+        # notice a dead one themselves.
         has_launcher = "TORCHELASTIC_RUN_ID" in os.environ or launch.source == "msrun"
         time.sleep(_LAUNCHER_SECONDS if has_launcher and not is_named else OTHER_RANKS_WAIT_SECONDS)
         if not is_named:
@@ -91,7 +91,7 @@ def show_cause(failure: BaseException, name: str, written: Path | None) -> None:
 
 
 def write_traceback(failure: BaseException, folder: Path, rank: int) -> Path | None:
-    """Append the whole traceback to the rank's file below the run's folder; None where that can't be written."""
+    """Append the whole traceback to the rank's file below the run's folder; returns None if that can't be written."""
     path = stacks_file(folder, rank)
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}: {' '.join(sys.argv)}"
     try:
@@ -104,7 +104,7 @@ def write_traceback(failure: BaseException, folder: Path, rank: int) -> Path | N
 
 
 def place_of(failure: BaseException) -> str:
-    """The innermost line of this package that the failure passed, else the innermost line of all."""
+    """Return the innermost line of this package that the failure passed, else the innermost line of all."""
     frames = traceback.extract_tb(failure.__traceback__)
     assert spmdrl.__file__ is not None
     package = Path(spmdrl.__file__).parent

@@ -1,4 +1,4 @@
-"""Words of the command line beside keys: flags such as `--nodes 2`, and the verb that another one is about."""
+"""Words of the command line beside keys: flags such as `--nodes 2`, and a verb's argument verb."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MEMORY = "--device-memory"
 
 
 def take_verb(arguments: Sequence[str], verbs: Collection[str]) -> tuple[str, list[str]]:
-    """Part the verb that comes first from the other arguments; train where none does."""
+    """Split a leading verb from the other arguments; train if there is none."""
     has_verb = bool(arguments) and arguments[0] in verbs
     return arguments[0] if has_verb else "train", list(arguments[has_verb:])
 
 
 def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, int], list[str]]:
-    """Part flags and their whole numbers from the other arguments; the last one of each wins."""
+    """Split flags and their whole numbers from the other arguments; the last one of each wins."""
     numbers: dict[str, int] = {}
     others: list[str] = []
     rest = deque(arguments)
@@ -31,6 +31,6 @@ def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict
         text = text.removesuffix("GiB") if flag == MEMORY else text
         if not text.isdecimal() or len(text) > 6 or int(text) < 1:
             example = "80GiB" if flag == MEMORY else "8"
-            raise ConfigError(f"{flag} is {text!r}, but must be a whole number of them, as in {flag} {example}")
+            raise ConfigError(f"{flag} is {text!r}, but must be a whole number, as in {flag} {example}")
         numbers[flag] = int(text)
     return numbers, others

@@ -1,4 +1,4 @@
-"""The command line of the verb `launch`: which script is filled in with what, and whether it only prints it."""
+"""Command line of the verb `launch`, which fills in a launch script and prints or starts it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], launch: LaunchEnvironment, verbs: Sequence[st
         )
     numbers, rest = take_numbers(rest, ("--nodes", "--ranks-per-node"))
     if "--ranks-per-node" not in numbers:
-        raise ConfigError("launch needs --ranks-per-node N: how many ranks each node runs, one for each of its devices")
+        raise ConfigError("launch needs --ranks-per-node N: the number of ranks per node, one per device")
     options, rest = _take_options(rest, system)
     named = {"--gpus-per-node": ("--gpus", "--gres"), "--time": ("--time",)}
     lacking = [name for name, ways in named.items() if not any(option.startswith(ways) for option in options)]
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], launch: LaunchEnvironment, verbs: Sequence[st
 
 
 def _take_options(arguments: Sequence[str], system: str) -> tuple[tuple[str, ...], list[str]]:
-    """Part `--sbatch=OPTION`, of which there may be several, from the other arguments."""
+    """Split all `--sbatch=OPTION` from the other arguments."""
     options, others, rest = [], [], deque(arguments)
     while rest:
         flag, equals, option = rest.popleft().partition("=")
@@ -73,7 +73,7 @@ def _take_options(arguments: Sequence[str], system: str) -> tuple[tuple[str, ...
 
 
 def _checked_name(verb: Any, words: Sequence[str], planned: LaunchEnvironment) -> str:
-    """The run's name, once its config is checked as the ranks themselves will."""
+    """Check the config as the ranks will, and return the run's name."""
     files, overrides = split_arguments(words)
     if not files and not overrides:
         raise ConfigError("launch needs a config; write spmdrl launch slurm FILE.yaml --ranks-per-node 8")
@@ -81,7 +81,7 @@ def _checked_name(verb: Any, words: Sequence[str], planned: LaunchEnvironment) -
 
     with start_up():
         loaded = load_config(files, overrides, verb)
-    # Brings torch with it.
+    # Imports torch.
     from spmdrl.verbs.check import refuse_what_ranks_would
 
     refuse_what_ranks_would(loaded, verb, planned)

@@ -1,4 +1,4 @@
-"""What `spmdrl help` prints: of a verb, a key, a section of keys, or a name of another trainer."""
+"""Pages of `spmdrl help`: a verb, a key, a section of keys, or a name of another trainer."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ examples:
 
 
 def help_page(name: str) -> str:
-    """The page of a verb, a key, a section or another trainer's name, or of all keys.
+    """Return the page of a verb, a key, a section or another trainer's name, or of all keys.
 
     Raises ConfigError for any other name.
     """
     if name in VERB_PAGES:
         return VERB_PAGES[name]
-    # Brings torch with it, which pages of verbs do without.
+    # Imports torch, which pages of verbs don't need.
     from spmdrl.config.config import Config
     from spmdrl.config.reference import config_page, json_schema, key_page, known_names
 
