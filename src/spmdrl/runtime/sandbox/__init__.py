@@ -1,1 +1,1 @@
-"""Where programs run that a policy wrote: namespaces, a filter of system calls, limits, and no way to their verdict."""
+"""Sandbox for a policy's programs: namespaces, a filter of system calls, limits, and no access to their verdict."""

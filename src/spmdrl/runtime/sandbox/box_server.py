@@ -1,7 +1,7 @@
 """The process that makes boxes: `python -S -m spmdrl.runtime.sandbox.box_server`, with a socket as stdin.
 
-It enters the namespaces once and makes the narrow root, then forks a box for each descriptor that it is sent. Nothing
-of a row goes through it. It says that it is ready, or why no box can be made here.
+It enters the namespaces and makes the narrow root once, then forks a box for each descriptor it receives. No row passes
+through it. It reports that it is ready, or why it can't make boxes here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> NoReturn:
     package = os.environ["PYTHONPATH"]
     sys.path[:] = [path for path in sys.path if path != package and os.path.isdir(path)] + settings["readable"]
     os.environ.clear()
-    # Boxes end by themselves; none is waited for here.
+    # Boxes end by themselves; they are reaped automatically.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control.send(json.dumps({"ready": True}).encode())
     while True:
@@ -65,7 +65,7 @@ def _enter_namespaces(readable: list[str]) -> None:
     places = narrow_root.readable_places(readable)
     own = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
     if os.geteuid() == 0 and _can_be_nobody():
-        # As nobody from here on: what got out of a box by a fault of the kernel wouldn't be root.
+        # As nobody from here on: an escape from a box through a kernel bug wouldn't be root.
         unshare(_SHARED)
         narrow_root.enter(places)
         os.setgroups([])
@@ -81,7 +81,7 @@ def _enter_namespaces(readable: list[str]) -> None:
 
 
 def _can_be_nobody() -> bool:
-    """Whether this namespace has the user nobody; in a container of an ordinary user, root may be the only one."""
+    """Return True if this namespace has the user nobody; an ordinary user's container may have only root."""
     with open("/proc/self/uid_map") as lines:
         ranges = [[int(word) for word in line.split()] for line in lines]
     return any(first <= _NOBODY < first + count for first, _, count in ranges)
@@ -97,7 +97,7 @@ def _enter_user_namespace(own: int, beside: int) -> None:
 
 
 def _make_box(descriptor: int, limits: dict[str, Any]) -> NoReturn:
-    """Be the parent of a box's first process, which can't be one of its own processes."""
+    """Fork a box's first process and act as its parent, outside the box."""
     kernel_calls.die_with(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     unshare(CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)

@@ -1,9 +1,9 @@
-"""Boxes for programs that a policy wrote: made by a server process, used for one row, and gone with all that they ran.
+"""Boxes for a policy's programs: made by a server process, used for one row, and removed with all their processes.
 
     server started (once) -> box opened -> run, run, ... -> box closed: the kernel ends its processes
 
-What a program reads and writes are files in memory, of which it has the descriptors and this process the verdict: the
-tests' expected values never are in the program's process.
+A program reads and writes files in memory through descriptors; this process judges them: the tests' expected values are
+never in the program's process.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from spmdrl.runtime.sandbox import box_server
 
 _START_SECONDS = 60.0
 _EXTRA_SECONDS = 20.0
-"""what a box may take beyond its program's time, on a machine that is busy"""
+"""time that a box may take beyond its program's, on a busy machine"""
 _ERROR_BYTES = 2000
 FILE_BYTES = 16 << 20
-"""most bytes of a file that a program writes, its output included"""
+"""largest file that a program may write, its output included"""
 
 
 class SandboxRefused(Exception):
-    """No box can be made here, for the reason that is the message."""
+    """No box can be made here; the message has the reason."""
 
 
 class BoxLost(Exception):
-    """A box or its server ended by itself, which is no fault of the program's."""
+    """A box or its server ended by itself, through no fault of the program."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,26 @@ class Finished:
     """A program that has ended."""
 
     codes: list[int]
-    """exit codes of its processes, negative: ended by that signal"""
+    """exit codes of its processes; negative: killed by that signal"""
     late: bool
-    """whether it was ended as its time was over"""
+    """True if it was killed at its time limit"""
     output: str
-    """what it wrote to stdout, or its tests' verdicts"""
+    """its stdout, or its tests' verdicts"""
     errors: str
-    """the end of what it wrote to stderr"""
+    """end of its stderr"""
 
 
 @dataclass(frozen=True)
 class BoxLimits:
-    """What a program may use."""
+    """Limits of a program's resources."""
 
     memory_bytes: int
     readable: Sequence[str] = ()
-    """folders that it may read besides Python's, and import from"""
+    """folders beside Python's that it may read and import from"""
 
 
 class BoxServer:
-    """Starts in the constructor, and raises SandboxRefused where the kernel makes no boxes for this user."""
+    """Server that makes boxes. The constructor raises SandboxRefused if the kernel allows this user none."""
 
     def __init__(self, limits: BoxLimits):
         self._limits = limits
@@ -91,7 +91,7 @@ class BoxServer:
 
     @contextmanager
     def box(self) -> Iterator[Box]:
-        """A new box; its processes end with the context."""
+        """Open a new box; its processes end with the context."""
         assert self._process is not None
         if self._process.poll() is not None:
             self.close()
@@ -111,7 +111,7 @@ class BoxServer:
 
 
 class Box:
-    """Runs programs one after the other, which share a folder in memory and nothing else."""
+    """A box, which runs programs one after another; they share only a folder in memory."""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel

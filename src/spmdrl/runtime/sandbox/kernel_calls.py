@@ -1,4 +1,4 @@
-"""The Linux calls that make a sandbox, as far as Python has no functions for them."""
+"""Linux calls for the sandbox that Python's library lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 MACHINES = tuple(_PIVOT_ROOT)
-"""the processors whose numbers of system calls are known here"""
+"""processors with known system call numbers"""
 
 
 class _CapabilityHeader(ctypes.Structure):
@@ -26,7 +26,7 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Raises OSError, which names the function, where it fails."""
+    """Call a function of the C library. Raises OSError, naming the function, if it fails."""
     result: int = getattr(_LIBC, name)(*arguments)
     if result == -1:
         number = ctypes.get_errno()
@@ -35,18 +35,18 @@ def call(name: str, *arguments: Any) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Enter new namespaces; those of process ids are for the next child."""
+    """Enter new namespaces; a pid namespace applies to the next child."""
     call("unshare", flags)
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str = "") -> None:
-    """Mount a file system, or bind or remount a place of the tree."""
+    """Mount a file system, or bind or remount a path."""
     arguments = (source.encode(), target.encode(), kind.encode() if kind else None)
     call("mount", *arguments, ctypes.c_ulong(flags), data.encode())
 
 
 def enter_root(folder: str) -> None:
-    """Make a mounted folder the root, and take the former root away."""
+    """Make a mounted folder the root, and detach the former root."""
     os.chdir(folder)
     call("syscall", ctypes.c_long(_PIVOT_ROOT[platform.machine()]), b".", b".")
     call("umount2", b".", _MNT_DETACH)
@@ -54,22 +54,22 @@ def enter_root(folder: str) -> None:
 
 
 def set_dumpable(value: bool) -> None:
-    """Whether other processes of the user may look into this one, and own its files in /proc."""
+    """Allow or forbid other processes of the user to inspect this one and own its files in /proc."""
     _prctl(_PR_SET_DUMPABLE, int(value))
 
 
 def die_with(number: int) -> None:
-    """Get this signal when the parent ends."""
+    """Receive this signal when the parent ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def drop_privileges() -> None:
-    """Give up all capabilities for good; programs that are run later can't bring any back."""
+    """Give up all capabilities for good; later programs can't regain any."""
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # the first that this kernel doesn't have
+            break  # the first one unknown to this kernel
     header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
     call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

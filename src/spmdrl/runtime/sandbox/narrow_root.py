@@ -1,4 +1,4 @@
-"""The files that a box sees: Python's library and what it links to, four devices, and a folder of its own in memory."""
+"""Files that a box sees: Python's library with its dependencies, four devices, and a private folder in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spmdrl.runtime.sandbox.kernel_calls import (
     mount,
 )
 
-# A box's own, and where only its server sees what is mounted.
+# A box's private folder, and a staging folder that only its server sees.
 OWN_FOLDER = _STAGE = "/tmp"  # noqa: S108
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib32", "/lib64")
 _FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -33,7 +33,7 @@ _KEPT_FLAGS = {os.ST_NOSUID: MS_NOSUID, os.ST_NODEV: MS_NODEV, os.ST_NOEXEC: MS_
 
 
 def readable_places(also: Sequence[str] = ()) -> list[str]:
-    """The folders and files that a box may read, none within another one."""
+    """Return the folders and files that a box may read, none inside another."""
     python = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib"))
     wanted = sorted({path for path in (*_LIBRARIES, *_FILES, *python, *also) if os.path.exists(path)})
     places: list[str] = []
@@ -46,7 +46,7 @@ def readable_places(also: Sequence[str] = ()) -> list[str]:
 
 
 def enter(places: Iterable[str]) -> None:
-    """Make these places, read-only, all that this process and its children see of the file system.
+    """Restrict the file system of this process and its children to these places, read-only.
 
     Needs a mount namespace of its own and the right to mount in it.
     """
@@ -83,7 +83,7 @@ def _mounted_below(folder: str) -> list[str]:
 
 def _make_read_only(place: str) -> None:
     has = os.statvfs(place).f_flag
-    # A namespace of an ordinary user may not take away what the mount was restricted by.
+    # An ordinary user's namespace may not drop the mount's existing restrictions.
     kept = sum(flag for status, flag in _KEPT_FLAGS.items() if has & status)
     is_device = place.removeprefix(_STAGE) in _DEVICES
     flags = MS_NOSUID if is_device else MS_NOSUID | MS_NODEV

@@ -1,4 +1,4 @@
-"""The system calls that a program may not make (seccomp): it starts no process, opens no socket, changes no system."""
+"""System calls forbidden to a program (seccomp): it can't start processes, open sockets or change the system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 
 from spmdrl.runtime.sandbox.kernel_calls import call
 
-# Number of each call on x86_64 and on aarch64, which lacks some.
+# Number of each call on x86_64, and on aarch64, which lacks some.
 _REFUSED: dict[str, tuple[int, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -28,8 +28,8 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "io_setup": (206, 0), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "uselib": (134, None),
 }  # fmt: skip
 _CLONE = (56, 220)
-# From here on all processors number alike: pidfd_open, io_uring, mounts by descriptor, clone3 and what comes later.
-# The C library does without them where the kernel lacks them.
+# From here on numbers are the same on all processors: pidfd_open, io_uring, mounts by descriptor, clone3 and later
+# calls. The C library falls back where the kernel lacks them.
 _FIRST_NEWER = 424
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
@@ -45,7 +45,7 @@ class _Program(ctypes.Structure):
 
 
 def install() -> None:
-    """Refuse those calls in this process from now on. Needs the promise to gain no privileges."""
+    """Forbid these calls in this process from now on. Needs no_new_privs."""
     code = b"".join(_instructions(platform.machine()))
     program = _Program(len(code) // 8, code)
     call("prctl", _PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), ctypes.byref(program))

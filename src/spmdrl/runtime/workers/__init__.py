@@ -1,1 +1,1 @@
-"""Processes that run functions of others beside a rank: they can be killed, and leave nothing behind."""
+"""Processes beside a rank that run users' functions: they can be killed, and leave nothing behind."""

@@ -1,4 +1,4 @@
-"""Calls that are answered while other work goes on: submitted, answered in workers, and collected."""
+"""Asynchronous calls: submitted, answered in workers, and collected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmdrl.runtime.workers.process import PendingCall, WorkerLost, WorkerProces
 from spmdrl.runtime.workers.strikes import MOST_STRIKES, Strike, Strikes, Subject
 from spmdrl.runtime.workers.verdict import Verdict
 
-# In which who waits for calls notices that this process is to stop.
+# Interval at which waits for calls check whether this process should stop.
 _STOP_SECONDS = 0.25
 
 A = TypeVar("A")
@@ -27,26 +27,26 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class Answers(Protocol[A_co]):
-    """What a pool makes of its calls."""
+    """Answers of a pool, from workers' messages or failures."""
 
     def read(self, answer: Any, call: PendingCall) -> A_co | None:
-        """The call's answer from a worker's message; None where it isn't what the runner gives."""
+        """Return the call's answer from a worker's message; None if the runner can't have sent it."""
         ...
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> A_co:
-        """The answer of a call whose process was lost."""
+        """Return the answer of a call whose process was lost."""
         ...
 
 
 class Unanswered(Exception):
-    """Calls were not waited for, because this process was asked to stop."""
+    """The wait for calls was ended, because this process was asked to stop."""
 
 
 class CallPool(Generic[A]):
-    """`submit` returns at once, `collect` waits.
+    """Pool of worker processes: `submit` returns at once, `collect` waits.
 
     A thread keeps `num_workers` processes busy, kills those over their deadline and replaces those that died. The
-    constructor returns once every one has loaded the functions, and raises ValueError if one can't. Inline, `submit`
+    constructor returns once all have loaded the functions, and raises ValueError if one can't. Inline, `submit`
     computes the answer itself and nothing can be killed. `close` leaves no process behind.
     """
 
@@ -60,29 +60,29 @@ class CallPool(Generic[A]):
         inline: Callable[[dict[str, Any]], A] | None = None,
         strikes: Strikes | None = None,
     ):
-        """`strikes` counts calls that cost a worker, and has those refused that are about what cost two."""
+        """`strikes` counts calls that killed a worker; subjects with two are refused."""
         self._setup = setup
         self._answers = answers
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         self._inline = inline
         self._strikes = strikes
-        # Shared by callers and the thread.
+        # Shared by callers and the pool's thread.
         self._changed = threading.Condition()
         self._waiting: set[Hashable] = set()
         self._answered: dict[Hashable, tuple[A, float]] = {}
-        """with the `time.perf_counter` at which they came"""
+        """answers with the `time.perf_counter` of their arrival"""
         self._failure: BaseException | None = None
         self._is_closed = False
         self._pending = CallQueue()
         self._started: Future[None] = Future()
-        # The thread's own.
+        # Used by the pool's thread alone.
         self._workers: list[WorkerProcess] = []
         self._start_error: str | None = None
         if strikes is not None:
             strikes.ask(self._under_way)
         self.facts: Any = None
-        """What a worker found out about the functions as it loaded them; None inline."""
+        """Facts about the functions, from the worker that loaded them; None inline."""
         if inline is not None:
             return
         self._wake, self._waker = socket.socketpair()
@@ -97,9 +97,9 @@ class CallPool(Generic[A]):
             raise
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Ask for answers to some calls, which workers get several of at a time and answer one by one.
+        """Submit calls; workers get several at a time and answer them one by one.
 
-        Raises ValueError for a key that waits to be collected.
+        Raises ValueError for a key that is still to be collected.
         """
         pending = [call.pending(self._timeout_seconds) for call in calls] if self._inline is None else []
         section = self._setup.section
@@ -118,10 +118,10 @@ class CallPool(Generic[A]):
             self._wake_up()
 
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
-        """Wait for the answers of these calls and take them out, in the order of `keys`.
+        """Wait for these calls' answers and remove them from the pool, in the order of `keys`.
 
-        Waits at most the time of each call that is before them or with them in a worker's queue. Raises Unanswered if
-        this process is asked to stop before all have come.
+        Waits at most the time of all calls ahead of them or with them in a worker's queue. Raises Unanswered if this
+        process is asked to stop before all have arrived.
         """
         self.wait(keys)
         with self._changed:
@@ -130,9 +130,9 @@ class CallPool(Generic[A]):
             return [self._answered.pop(key)[0] for key in keys]
 
     def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
-        """Wait for the answers of these calls; returns the `time.perf_counter` at which the last of them came.
+        """Wait for these calls' answers; returns the `time.perf_counter` of the last one's arrival.
 
-        Returns None where some haven't come after so many seconds, and the time now once this process is asked to stop.
+        Returns None if some haven't arrived after `seconds`, and the present time if this process is asked to stop.
         """
         section = self._setup.section
         with self._changed:
@@ -150,7 +150,7 @@ class CallPool(Generic[A]):
             return max((self._answered[key][1] for key in keys), default=0.0)
 
     def _wait_until_ended(self, keys: Sequence[Hashable], seconds: float | None) -> bool:
-        """Wait for these calls, or for an end of the pool or of this process; False where the time is over before."""
+        """Wait for these calls, or for the pool's or this process's end; False after a timeout."""
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         activity.calls = lambda: self._describe(keys)
         try:
@@ -169,7 +169,7 @@ class CallPool(Generic[A]):
         return f"waits for {len(waiting)} {self._setup.section} calls: {some(waiting)}"
 
     def _under_way(self) -> list[Subject]:
-        """What the calls are about that workers compute now."""
+        """Return the subjects of the calls that workers compute now."""
         calls = [next(iter(worker.calls.copy()), None) for worker in self._workers.copy()]
         return [call.subject for call in calls if call is not None and call.subject is not None]
 
@@ -177,7 +177,7 @@ class CallPool(Generic[A]):
         return self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed
 
     def close(self) -> None:
-        """End the workers with all that they started; answers not yet collected stay, calls are given up."""
+        """End the workers with all that they started; keep answers not yet collected, drop open calls."""
         with self._changed:
             was_closed, self._is_closed = self._is_closed, True
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class CallPool(Generic[A]):
             self._changed.notify_all()
 
     def _wake_up(self) -> None:
-        # A full socket holds wake-ups that the thread has yet to read.
+        # A full socket holds unread wake-ups.
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"\0")
 
@@ -218,7 +218,7 @@ class CallPool(Generic[A]):
                 worker.kill()
 
     def _start_workers(self) -> None:
-        # After a start that failed, the next one waits for a call that needs it.
+        # After a failed start, the next one waits for a call that needs it.
         while len(self._workers) < self._num_workers and (self._start_error is None or self._pending):
             self._start_error = None
             self._workers.append(WorkerProcess(self._setup))
@@ -229,11 +229,11 @@ class CallPool(Generic[A]):
                 calls = self._pending.take(self._num_workers)
                 if calls := self._not_refused(calls):
                     worker.start(calls)
-                    # An idle worker's pipe is empty: most calls fit into it, and needn't wait for an event.
+                    # An idle worker's pipe is empty: most calls fit into it without waiting for an event.
                     worker.send()
 
     def _not_refused(self, calls: Sequence[PendingCall]) -> list[PendingCall]:
-        """The calls that may be made; the others are answered."""
+        """Answer refused calls, and return the others."""
         if self._strikes is None:
             return list(calls)
         refused = [call for call in calls if self._strikes.refuses(call.subject)]
@@ -242,8 +242,8 @@ class CallPool(Generic[A]):
         return [call for call in calls if call not in refused]
 
     def _exchange(self) -> None:
-        """Wait for the next event or deadline, and read and write what can be."""
-        # One that the kernel holds would take several system calls to set up, for a handful of pipes.
+        """Wait for the next event or deadline, then read and write."""
+        # An epoll object would take several system calls to set up, for a handful of pipes.
         with selectors.PollSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             for worker in self._workers:
@@ -279,7 +279,7 @@ class CallPool(Generic[A]):
                 return
 
     def _handle(self, worker: WorkerProcess, message: Any) -> bool:
-        """Act on a worker's message; False where it isn't one that the worker may send now."""
+        """Handle a worker's message; False if the worker may not send it now."""
         if not isinstance(message, dict):
             return False
         if not worker.is_ready and "error" in message:
@@ -308,7 +308,7 @@ class CallPool(Generic[A]):
                 self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
 
     def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
-        """Kill a worker and give the call that it works on, if there is one, the verdict; others go to another one."""
+        """Kill a worker, give its current call, if any, the verdict, and requeue its other calls."""
         ending = worker.kill()
         self._workers.remove(worker)
         if worker.calls:

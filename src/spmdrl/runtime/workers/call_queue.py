@@ -1,4 +1,4 @@
-"""Calls to workers, and how many of those that wait a worker gets at a time."""
+"""Calls to workers, and their division among the workers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from spmdrl.runtime.workers.strikes import Subject
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker is to answer."""
+    """A question to a worker."""
 
     key: Hashable
-    """the caller's, under which it collects the answer"""
+    """key under which the caller collects the answer"""
     message: dict[str, Any]
     num_rows: int = 1
     extra_seconds: float = 0.0
-    """what it may take beyond the pool's time for a call"""
+    """time that it may take beyond the pool's limit"""
     subject: Subject | None = None
-    """what it is about; None: it isn't counted when it costs a worker"""
+    """subject of the call; None: not counted if it kills a worker"""
 
     def pending(self, timeout_seconds: float) -> PendingCall:
-        """The call as it is sent, with the pool's time for a call. Raises ValueError where it is too large for that."""
+        """Return the call as sent, with its deadline in seconds. Raises ValueError if it is too large."""
         nonce = secrets.token_hex(16)
         line = line_of({"nonce": nonce, **self.message})
         return PendingCall(self.key, nonce, line, self.num_rows, timeout_seconds + self.extra_seconds, self.subject)
 
 
 class CallQueue:
-    """The oldest submission first. Any thread may `add`; all else is one thread's."""
+    """Queue of calls, oldest submission first. Any thread may `add`; only one uses the rest."""
 
     def __init__(self) -> None:
         self._submissions: deque[deque[PendingCall]] = deque()
@@ -47,10 +47,10 @@ class CallQueue:
             self._submissions.append(together)
 
     def take(self, num_workers: int) -> list[PendingCall]:
-        """The next calls for one of so many workers, all from one submission; at least one.
+        """Take the next calls for one of `num_workers` workers, all from one submission; at least one.
 
-        One that is alone gets all. Others get half of their share of what is left: the less is left, the fewer go at a
-        time, so that all end at about the same time, and a call that hangs keeps few others from an idle worker.
+        A single worker gets all. Others get half of their share of the rest, so that batches shrink, all workers end at
+        about the same time, and a hanging call keeps few others from an idle worker.
         """
         oldest = self._submissions[0]
         number = len(oldest) if num_workers == 1 else -(-len(oldest) // (2 * num_workers))
@@ -60,6 +60,6 @@ class CallQueue:
         return taken
 
     def put_back(self, calls: Iterable[PendingCall]) -> None:
-        """Queue calls again that a worker didn't come to, before all others."""
+        """Put calls that a worker didn't reach at the front of the queue."""
         if again := deque(calls):
             self._submissions.appendleft(again)

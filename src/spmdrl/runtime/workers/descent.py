@@ -1,4 +1,4 @@
-"""The processes that descend from one process, found in /proc and ended whatever they do to get away."""
+"""Descendants of a process, found in /proc and killed even if they try to escape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Descendant:
-    """A process that hasn't ended, its parent, group and session, and when it started, in clock ticks since boot."""
+    """A running process: parent, group, session, and start in clock ticks since boot."""
 
     pid: int
     parent: int
@@ -28,7 +28,7 @@ class Descendant:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that none of them leaves the tree. Linux."""
+    """Become the parent of every descendant whose parent ends, so that none leaves the tree. Linux."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -43,7 +43,7 @@ def _prctl(option: int, argument: int) -> None:
 
 
 class ProcessTree:
-    """The descendants of a process that adopts orphans. Without /proc there are none to be found."""
+    """Descendants of a process that adopts orphans; none are found without /proc."""
 
     def __init__(self, root: int):
         self._root = root
@@ -52,7 +52,7 @@ class ProcessTree:
         self._newest = 0
 
     def members(self) -> list[Descendant]:
-        """The descendants that haven't ended, without the root. Cheap where no process was started since last time."""
+        """Return running descendants without the root. Cheap if no process started since the last call."""
         before: set[Descendant] = set()
         while True:
             newest = newest_process()
@@ -67,16 +67,16 @@ class ProcessTree:
             self._newest = newest
             unclear = {one for pid, one in found.items() if pid not in self._own | self._foreign | {self._root}}
             if unclear <= before:
-                # Their parents are hidden, as another user's processes are.
+                # Their parents are hidden, like another user's processes.
                 self._foreign |= {one.pid for one in unclear}
                 return [found[pid] for pid in self._own]
             # Their parents have just ended: look again for the new ones.
             before, self._newest = unclear, 0
 
     def end(self) -> bool:
-        """Kill all descendants, over and over until none is left; False if some still are after 10 seconds.
+        """Kill all descendants, repeatedly until none is left; False if some remain after 10 seconds.
 
-        All of them are stopped before the first is killed: what is stopped starts no others.
+        All are stopped before the first is killed: a stopped process starts no others.
         """
         deadline = time.monotonic() + _MAX_END_SECONDS
         stopped: set[tuple[int, int]] = set()
@@ -122,7 +122,7 @@ def _all_pids() -> set[int]:
 
 
 def newest_process() -> int:
-    """The id that was given last, 0 without /proc; as long as it stays the same, no process or thread was started."""
+    """Return the newest process id, 0 without /proc; while it is the same, no process or thread was started."""
     try:
         with open("/proc/loadavg", "rb") as file:
             return int(file.read().split()[-1])
@@ -131,7 +131,7 @@ def newest_process() -> int:
 
 
 def _read(pid: int) -> Descendant | None:
-    """What /proc has of a process; None once it has ended, also where its parent has yet to collect it."""
+    """Read a process from /proc; None once it has ended, even if its parent hasn't collected it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, parent, group, session, *rest = file.read().rpartition(b")")[2].split()
@@ -142,12 +142,12 @@ def _read(pid: int) -> Descendant | None:
 
 
 def is_over_memory(pids: list[int], limit_bytes: int) -> bool:
-    """Return True if these processes hold more memory than the limit, shared memory included, other files not."""
+    """Return True if these processes hold more memory than the limit, with shared memory but without other files."""
     open_bytes = _open_memory_bytes(pids)
     fields = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
     if open_bytes + sum(_field_bytes(f"/proc/{pid}/status", fields) for pid in pids) <= limit_bytes:
         return False
-    # Pages that several of them share were counted several times; this counts them once, and takes longer.
+    # Shared pages were counted several times; this counts them once, and takes longer.
     private, shared = (
         sum(_field_bytes(f"/proc/{pid}/smaps_rollup", fields) for pid in pids)
         for fields in ((b"Pss_Anon:", b"SwapPss:"), (b"Pss_Shmem:",))
@@ -156,7 +156,7 @@ def is_over_memory(pids: list[int], limit_bytes: int) -> bool:
 
 
 def _open_memory_bytes(pids: list[int]) -> int:
-    """The size of all memfds that these processes have open, whose pages count where nobody has mapped them too."""
+    """Return the bytes of all memfds that these processes have open; pages count even if unmapped."""
     sizes = dict[int, int]()
     for path in (path for pid in pids for path in glob.iglob(f"/proc/{pid}/fd/*")):
         with contextlib.suppress(OSError):

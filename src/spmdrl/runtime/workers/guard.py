@@ -1,8 +1,8 @@
 """The process between a rank and a worker: `python -m spmdrl.runtime.workers.guard PARENT MEMORY`.
 
-It forks the worker, adopts whatever the worker's descendants leave behind, and ends all of them when the worker ends,
-when the rank closes the pipe of calls or dies, and when they are too many or hold too much memory. Then it ends as the
-worker did, or with a code of `ENDINGS`.
+It forks the worker, adopts its orphaned descendants, and kills all of them when the worker ends, when the rank closes
+the pipe of calls or dies, and when they are too many or hold too much memory. Then it exits as the worker did, or with
+a code of `ENDINGS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdrl.runtime.workers.descent import Descendant, ProcessTree, adopt_orphan
 # A limit per user, as RLIMIT_NPROC is, would also count the threads of every rank of the node.
 MAX_PROCESSES = 256
 OVER_MEMORY, OVER_PROCESSES = 81, 82
-# What is reported of each; `{memory_limit}` is the setting's key.
+# Messages by exit code; `{memory_limit}` is the setting's key.
 ENDINGS = {
     OVER_MEMORY: "it held more than {memory_limit} together with the processes that it started",
     OVER_PROCESSES: f"it started more processes than could be ended, or had more than {MAX_PROCESSES} at a time",
@@ -36,7 +36,7 @@ _MAX_SWEEP_SECONDS = 2.0
 
 
 class Guard:
-    """Watches one worker and its descendants from outside."""
+    """Watcher of one worker and its descendants."""
 
     def __init__(self, parent: int, worker_pid: int, control: socket.socket, memory_limit_bytes: int | None):
         self._parent = parent
@@ -49,13 +49,13 @@ class Guard:
         self._newest = newest_process()
 
     def watch(self, calls_fd: int) -> int:
-        """Return the code to end with once the worker must end or has, as `os.waitstatus_to_exitcode` gives it."""
+        """Return the exit code, as of `os.waitstatus_to_exitcode`, once the worker must end or has."""
         wake, waker = os.pipe()
         os.set_blocking(waker, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()
-        poll.register(calls_fd, 0)  # no event asked for: only the hang-up is reported
+        poll.register(calls_fd, 0)  # no events requested: only the hang-up is reported
         poll.register(self._control, select.POLLIN)
         poll.register(wake, select.POLLIN)
         next_check = 0.0
@@ -75,7 +75,7 @@ class Guard:
                 start = time.process_time()
                 if code := self._broken_limit(are_many):
                     return code
-                # On a node with thousands of processes a look takes milliseconds: it stays at 1% of a core.
+                # With thousands of processes on a node a scan takes milliseconds: it stays at 1% of a core.
                 next_check = time.monotonic() + max(_CHECK_SECONDS, 100 * (time.process_time() - start))
 
     def end_all(self) -> None:
@@ -83,7 +83,7 @@ class Guard:
         self._send_group(signal.SIGSTOP)
         self._tree.end()
         if self._status is None:
-            # Without /proc the worker's group is all that can be named.
+            # Without /proc only the worker's group is known.
             self._send_group(signal.SIGKILL)
             send(self._worker, signal.SIGKILL)
             os.waitpid(self._worker, 0)
@@ -100,7 +100,7 @@ class Guard:
                 self._status = status
 
     def _follow(self, poll: select.poll) -> bool:
-        """Act on what the worker reports of its calls; False where what a call left behind can't be ended."""
+        """Handle the worker's reports of calls; False if a call's leftovers can't be killed."""
         reports = self._control.recv(64)
         if not reports:
             poll.unregister(self._control)
@@ -114,7 +114,7 @@ class Guard:
         return True
 
     def _end_detached(self) -> bool:
-        """Kill what the call left behind in a session of its own or without a parent, and what descends from it."""
+        """Kill processes that the call left in other sessions or without a parent, and their descendants."""
         deadline = time.monotonic() + _MAX_SWEEP_SECONDS
         while detached := [one for one in self._tree.members() if self._is_detached(one)]:
             if time.monotonic() > deadline:
@@ -135,7 +135,7 @@ class Guard:
 
     def _broken_limit(self, are_many: bool) -> int | None:
         if are_many:
-            # A fork bomb takes the time that counting it needs: it stands still meanwhile.
+            # Stopped meanwhile: a fork bomb would outrun the count.
             self._send_group(signal.SIGSTOP)
         self._newest = newest_process()
         pids = [one.pid for one in self._tree.members()]
@@ -167,7 +167,7 @@ def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     calls_fd = os.dup(0)
-    # The rank reads the results to their end, which comes once the worker's end of the pipe is closed.
+    # The rank reads results up to the end of file, which needs the worker's end of the pipe closed.
     with open(os.devnull, "r+b") as nothing:
         for fd in (0, 1):
             os.dup2(nothing.fileno(), fd)
@@ -179,10 +179,10 @@ def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
 
 
 def _show(said_fd: int) -> None:
-    """Write what functions print to stderr, without what would steer a terminal."""
+    """Copy functions' output to stderr, without terminal control sequences."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while said := os.read(said_fd, 1 << 16):
-        # The pipe is read on, or the worker would wait for it.
+        # Keep reading, or the worker would block on a full pipe.
         with contextlib.suppress(BrokenPipeError):
             show(decoder.decode(said), stream=sys.stderr, end="")
 

@@ -1,4 +1,4 @@
-"""The choice between processes of their own for users' functions and this one, where a debugger stops in them."""
+"""Choice between child processes for users' functions and this process, where a debugger works."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def is_debugged() -> bool:
 
 
 def runs_inline(isolation: Isolation) -> bool:
-    """Return True if calls run in this process: where that is set, and under a debugger unless processes are."""
+    """Return True if calls run in this process: if set so, or under a debugger unless processes are set."""
     return isolation == "inline" or (isolation == "auto" and is_debugged())

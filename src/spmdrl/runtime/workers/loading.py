@@ -1,4 +1,4 @@
-"""Finding what a setting names in a user's module, and explaining what went wrong in it."""
+"""Loading of functions and classes from users' modules, and explanations of errors there."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 Kind = Literal["function", "class"]
 _OTHERS = ("<", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
-"""how the names of files begin that aren't the user's"""
+"""prefixes of file names that aren't the user's"""
 
 
 def load_attribute(spec: str, key: str, built_in: Iterable[str], kind: Kind) -> Any:
-    """The function or class `pkg.mod:name` or `file.py:name`; `built_in` are the names that need no module.
+    """Load the function or class `pkg.mod:name` or `file.py:name`; `built_in` names need no module.
 
-    Raises ValueError, with the setting `key`, where it can't be loaded.
+    Raises ValueError, naming the setting `key`, if it can't be loaded.
     """
     where, _, attribute = spec.rpartition(":")
     if not where or not attribute:
@@ -67,11 +67,11 @@ def _load_file(where: str) -> ModuleType:
 
 
 def explain(error: BaseException) -> str:
-    """One line about an exception: its type and message, and where it was raised."""
+    """Describe an exception in one line: type, message, and place."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    # The user's own line says more than that of a library below it.
+    # The user's own line is more useful than a library's below it.
     own = [frame for frame in frames if not frame.filename.startswith(_OTHERS) and "-packages" not in frame.filename]
     place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
     is_unset = isinstance(error, KeyError) and bool(frames) and frames[-1].filename in ("<frozen os>", os.__file__)

@@ -1,4 +1,4 @@
-"""A worker process as its parent sees it."""
+"""Worker processes, from their parent's side."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MAX_START_SECONDS = 120.0
 _MAX_OWN_END_SECONDS = 0.3
 _MAX_END_SECONDS = 2.0
 _MAX_LINE_BYTES = 1 << 30
-# The variables that every worker gets: where programs and libraries are found, how text is read, which devices there
-# are. Nothing that opens an account, so that a job's secrets aren't handed on.
+# Variables that every worker gets: paths of programs and libraries, locale, devices. No credentials, so that a job's
+# secrets aren't passed on.
 _VARIABLES = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP PWD TERM LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
     "VIRTUAL_ENV CONDA_PREFIX XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_DATASETS_CACHE "
@@ -34,48 +34,48 @@ _VARIABLES = frozenset(
     .split()
 )  # fmt: skip
 _VARIABLE_PREFIXES = ("LC_", "PYTHON", "ASCEND_", "OMP_", "OPENBLAS_", "MKL_", "TORCH_DEVICE_BACKEND_")
-# Workers are mostly scalar code; the threads of numeric libraries would only take cores and memory from the rank.
+# Workers run mostly scalar code; numeric libraries' threads would only take cores and memory from the rank.
 _FIXED_VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerLost(Exception):
-    """The worker's pipe ended, or holds something that isn't a message."""
+    """The worker's pipe ended, or contains something other than messages."""
 
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call that waits for a worker or is with one."""
+    """A call in the queue or at a worker."""
 
     key: Hashable
     nonce: str
-    """what the call's answer must come with: other processes that get at the pipe can't guess it"""
+    """secret that the answer must repeat: other processes with access to the pipe can't guess it"""
     line: bytes
-    """the message that is sent"""
+    """message to the worker"""
     num_rows: int
     seconds: float
-    """what it may take"""
+    """time limit of the call"""
     subject: Subject | None = None
     """what it is about"""
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What every worker of a pool starts with, and what its settings are called in messages."""
+    """Inputs of every worker of a pool, and the names of its settings in messages."""
 
     section: str
-    """the section of the configuration that has `timeout_seconds` and `memory_limit_gib`: reward, environment"""
+    """config section with `timeout_seconds` and `memory_limit_gib`: reward, environment"""
     functions_key: str
-    """the setting that names the functions"""
+    """setting that names the functions"""
     variables_key: str
-    """the setting that names environment variables"""
+    """setting that names environment variables"""
     runner: str
-    """the module whose `load` makes an answering function of the names"""
+    """module whose `load` turns the names into an answering function"""
     functions: Sequence[str]
     environment: Sequence[str]
-    """variables that it gets beside those on the list"""
+    """environment variables that it gets beside the listed ones"""
     memory_limit_gib: float | None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """what `load` gets besides the names"""
+    """arguments of `load` beside the names"""
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -83,14 +83,14 @@ class WorkerSetup:
 
     @property
     def endings(self) -> dict[int, str]:
-        """What is reported of a worker that its guard ended, by the guard's exit code."""
+        """Messages about a worker that its guard killed, by the guard's exit code."""
         return {code: text.format(memory_limit=f"{self.section}.memory_limit_gib") for code, text in ENDINGS.items()}
 
 
 class WorkerProcess:
-    """A worker, and the guard that ends it with all that it started: starting -> idle -> busy -> idle ... -> killed.
+    """A worker with its guard, which kills it with all that it started: starting -> idle -> busy -> idle ... -> killed.
 
-    Busy, it answers the calls that it was given one after the other, each with a deadline of its own.
+    While busy, it answers its calls one after another, each with its own deadline.
     """
 
     def __init__(self, setup: WorkerSetup):
@@ -123,12 +123,12 @@ class WorkerProcess:
         self._has_ended = False
         self.is_ready = False
         self.calls: deque[PendingCall] = deque()
-        """those that it was given and hasn't answered; it works on the first"""
+        """calls not yet answered; it works on the first"""
         self.deadline = time.monotonic() + _MAX_START_SECONDS
 
     @property
     def pid(self) -> int:
-        """The guard's process id; the worker and its processes descend from it."""
+        """Process id of the guard, from which the worker and its processes descend."""
         return self._process.pid
 
     @property
@@ -144,14 +144,14 @@ class WorkerProcess:
         return not self.is_idle and time.monotonic() > self.deadline
 
     def start(self, calls: Sequence[PendingCall]) -> None:
-        """Give it calls, of which each may take its own time."""
+        """Give it calls, each with its own time limit."""
         assert self.is_idle, (self.pid, self.calls)
         self.calls.extend(calls)
         self.deadline = time.monotonic() + calls[0].seconds
         self._unsent = memoryview(b"".join(call.line for call in calls))
 
     def answered(self) -> None:
-        """Its first call is answered: it goes on with the next one, if there is one."""
+        """Drop the first call, which is answered, and start the next one's deadline, if any."""
         self.calls.popleft()
         if self.calls:
             self.deadline = time.monotonic() + self.calls[0].seconds
@@ -163,11 +163,11 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # How the process ended is found at the read end.
+            # The read end finds how the process ended.
             self._unsent = memoryview(b"")
 
     def receive(self) -> list[Any]:
-        """The messages that have come; raises WorkerLost where no more will."""
+        """Return the messages that have arrived; raises WorkerLost if no more can."""
         try:
             data = os.read(self.read_fd, _READ_BYTES)
         except BlockingIOError:
@@ -191,15 +191,15 @@ class WorkerProcess:
         """End the worker with all that it started; returns how it ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if self._has_ended:
-            # Its pipe closes a moment before the guard sees how it ended.
+            # The pipe closes a moment before the guard collects the worker.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_MAX_OWN_END_SECONDS)
-        # Without calls to come the guard ends everything, and itself with the worker's own ending.
+        # Once the pipe of calls is closed the guard kills everything and exits with the worker's status.
         self._process.stdin.close()
         try:
             code = self._process.wait(_MAX_END_SECONDS)
         except subprocess.TimeoutExpired:
-            # The functions stopped it, or their processes are too many for it alone.
+            # The functions stopped the guard, or it can't kill all processes alone.
             ProcessTree(self.pid).end()
             send(self.pid, signal.SIGKILL)
             code = self._process.wait()
@@ -210,7 +210,7 @@ class WorkerProcess:
 
 
 def line_of(message: Any) -> bytes:
-    """A message on a pipe: a line of JSON. Values that JSON doesn't have (dates, decimals) become their text."""
+    """Encode a message as a line of JSON; values that JSON lacks (dates, decimals) become text."""
     line = json.dumps(message, default=str).encode() + b"\n"
     if len(line) > _MAX_LINE_BYTES:
         raise ValueError(f"a call takes {len(line)} bytes, but at most {_MAX_LINE_BYTES}; send fewer rows per call")
@@ -220,7 +220,7 @@ def line_of(message: Any) -> bytes:
 def clean_environment(
     environment: Mapping[str, str], also: Sequence[str], python_path: str, *, key: str
 ) -> dict[str, str]:
-    """Those variables that are on the list or named in `also`, the setting `key`.
+    """Return the variables on the list or named in `also`, the setting `key`.
 
     Raises ValueError if one of `also` isn't set.
     """

@@ -1,4 +1,4 @@
-"""Calls that cost a worker, counted by what they were about: two, and its further calls are refused."""
+"""Counts of calls that killed a worker, by subject; after two, further calls for it are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_STRIKES = 2
 
 @dataclass(frozen=True)
 class Subject:
-    """What calls are about: a row of the data."""
+    """Subject of calls: a row of the data."""
 
     name: str
     text: str
@@ -27,7 +27,7 @@ class Strike:
 
 
 class Strikes:
-    """Shared by the pools of a rank, whose threads add to it."""
+    """Strikes of a rank, shared by the threads of its pools."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,39 +36,39 @@ class Strikes:
         self._under_way: list[Callable[[], list[Subject]]] = []
 
     def ask(self, under_way: Callable[[], list[Subject]]) -> None:
-        """From now on ask a pool what its workers are at."""
+        """Register a pool's function for the subjects at its workers."""
         with self._lock:
             self._under_way.append(under_way)
 
     def under_way(self) -> list[Subject]:
-        """What workers are at now; called by any thread."""
+        """Return the subjects at workers now; for any thread."""
         with self._lock:
             return list({one.name: one for ask in self._under_way for one in ask()}.values())
 
     def add(self, strike: Strike) -> None:
-        """Count one of this rank's calls."""
+        """Count a strike of this rank."""
         with self._lock:
             self._counts[strike.subject.name] += 1
             self._new.append(strike)
 
     def learn(self, names: Iterable[str] | Mapping[str, int]) -> None:
-        """Count strikes of other ranks, or of the run so far."""
+        """Add strikes of other ranks, or of the run so far."""
         with self._lock:
             self._counts.update(names)
 
     @property
     def num_new(self) -> int:
-        """This rank's strikes that weren't taken."""
+        """Number of this rank's strikes not yet taken."""
         with self._lock:
             return len(self._new)
 
     def take_new(self) -> list[Strike]:
-        """This rank's strikes since the last time."""
+        """Take this rank's strikes since the last call."""
         with self._lock:
             new, self._new = self._new, []
             return new
 
     def refuses(self, subject: Subject | None) -> bool:
-        """Whether calls about it are made no more."""
+        """Return True if calls about the subject are refused."""
         with self._lock:
             return subject is not None and self._counts[subject.name] >= MOST_STRIKES

@@ -1,4 +1,4 @@
-"""What became of a call, and of one row's reward."""
+"""Outcomes of calls and of rows' rewards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 class Verdict(enum.IntEnum):
-    """How a row was judged; a reward of 0 is the answer's, never a stand-in for a failure of the function."""
+    """Outcome of a row's reward; a reward of 0 always means the answer, never a failure of the function."""
 
     SCORED = 0
     """Reward functions gave values, and not all of them are 0."""
     WRONG = 1
-    """Reward functions gave 0 or None, at least one 0, and there is nothing more to say of it."""
+    """Reward functions gave 0 or None, at least one 0, without a more precise verdict."""
     MALFORMED = 2
     """A function's result has the wrong length or type, isn't finite, or is too large."""
     TIMED_OUT = 3
@@ -38,19 +38,19 @@ class Verdict(enum.IntEnum):
 
     @property
     def is_of_program(self) -> bool:
-        """Whether it is the reason for a 0 that the reward `code` gave."""
+        """True for the reasons of a 0 from the reward `code`."""
         return Verdict.NO_PROGRAM <= self <= Verdict.PROGRAM_OUT_OF_MEMORY
 
 
-# Verdicts about the reward function, not about the answer.
+# Verdicts on the reward function, not on the answer.
 FAILURES = frozenset({Verdict.MALFORMED, Verdict.TIMED_OUT, Verdict.CRASHED})
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an environment made of a row, in place of reward functions."""
+    """An environment's result for a row, in place of reward functions."""
 
     reward: float | None
-    """None exactly where the verdict has none"""
+    """None exactly if the verdict has no reward"""
     verdict: Verdict
     error: str | None = None

@@ -1,7 +1,7 @@
 """The child process that runs functions, forked by `guard`.
 
-Calls come as lines of JSON on what was stdin, answers leave as such on what was stdout. Both pipes are moved out of the
-functions' way first: what a function prints goes to stderr.
+Calls arrive as lines of JSON on the original stdin, answers leave on the original stdout. Both pipes are moved out of
+the functions' way first: a function's output goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, BinaryIO, NoReturn
 from spmdrl.runtime.workers.descent import die_with_parent
 from spmdrl.runtime.workers.loading import explain
 
-# What a worker reports to its guard, one per line, and the guard's answer.
+# A worker's reports to its guard, one per line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
 
 
 def main(control: socket.socket) -> None:
-    """Load the functions that the first line names, report that once, then answer call after call until they end."""
+    """Load the functions that the first line names, report once, then answer calls until they end."""
     die_with_parent()
     # Signals that a function sends to its own group or session don't reach the guard.
     os.setsid()
-    # Slurm sends them to every process of a step, and ranks that are asked to stop finish what they do. Not ignored, as
-    # what a function starts would inherit that.
+    # Slurm signals every process of a step, but ranks that are asked to stop finish their work first. A handler, as
+    # child processes would inherit an ignored signal.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     calls, results = _take_pipes(control)
@@ -53,16 +53,16 @@ def main(control: socket.socket) -> None:
             results, {"error": str(error) if is_explained else f"{setup['functions_key']} can't be loaded: {reason}"}
         )
         return
-    # What runs by now is the module's own, and not a call's.
+    # Processes that run by now belong to the module, not to a call.
     _report(control, LOADED)
     _write(results, {"ready": True, "facts": facts})
-    # The last line is cut off where the rank died as it wrote it.
+    # The last line is cut off if the rank died while writing it.
     while (line := calls.readline()).endswith(b"\n"):
         message = json.loads(line)
         nonce = message.pop("nonce")
         _write(results, {"nonce": nonce, "answer": answer(message)})
         sys.stdout.flush()
-        # The next call finds nothing of this one.
+        # Leave nothing of this call to the next one.
         _report(control, ENDED)
 
 
@@ -79,7 +79,7 @@ def _write(results: BinaryIO, message: dict[str, Any]) -> None:
 
 
 def _take_pipes(control: socket.socket) -> tuple[BinaryIO, BinaryIO]:
-    """Move the pipes out of the way of what closes or writes low descriptors; stdout goes to stderr."""
+    """Move the pipes away from low descriptors, which functions may close or write; stdout goes to stderr."""
     highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
     calls_fd, results_fd = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest - 16) for fd in (0, 1))
     with open(os.devnull, "rb") as nothing:
@@ -97,7 +97,7 @@ def _take_pipes(control: socket.socket) -> tuple[BinaryIO, BinaryIO]:
 
 
 def _refuse_questions(section: str) -> None:
-    """Explain what waits for a person at a terminal; left alone, a debugger would read the end of an empty stdin."""
+    """Make input() and debuggers raise an explanation instead of reading the end of an empty stdin."""
 
     def refuse(name: str) -> Any:
         def refused(*_: Any, **__: Any) -> NoReturn:
@@ -110,7 +110,7 @@ def _refuse_questions(section: str) -> None:
 
 
 def no_terminal(what: str, section: str) -> str:
-    """The message where a function of this section of the configuration waits for input, and where it can."""
+    """Return the message for a function of this section that waits for input."""
     return (
         f"a {section} function called {what}, but {section} processes have no terminal; run one rank under a "
         f"debugger, `python -m pdb -m spmdrl ...`: {section} functions then run inside it"
@@ -120,8 +120,8 @@ def no_terminal(what: str, section: str) -> str:
 def _limit_resources(memory_limit_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_limit_bytes is not None:
-        # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what libraries only reserve. Shared memory
-        # and all processes together are the guard's to count.
+        # RLIMIT_DATA counts writable memory; RLIMIT_AS would also count memory that libraries only reserve. The guard
+        # counts shared memory and all processes together.
         already = [limit for limit in resource.getrlimit(resource.RLIMIT_DATA) if limit != resource.RLIM_INFINITY]
         lowest = min([memory_limit_bytes, *already])
         resource.setrlimit(resource.RLIMIT_DATA, (lowest, lowest))

@@ -1,1 +1,1 @@
-"""What runs inside a box: its first process, the program, and the tests that call it."""
+"""Processes inside a box: its first process, the program, and the tests that call it."""

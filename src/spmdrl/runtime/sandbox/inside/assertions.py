@@ -1,6 +1,6 @@
 """Tests that call a program in another process, so that it can't change how they judge it.
 
-They ask on descriptor 4, read answers on 3, and write verdicts on 5 as lines of JSON, which the program can't.
+They send questions on descriptor 4, read answers on 3, and write verdicts as JSON lines on 5, which the program lacks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(spec_text: str) -> int:
         except Unsupported as error:
             report(unsupported=str(error))
         except (Exception, SystemExit):
-            # Code before the first test, which may call the program too.
+            # Code before the first test may call the program too.
             report(passed=False)
     return 0
 
@@ -70,7 +70,7 @@ def _limited(act: Callable[[], Any], seconds: float) -> Any:
 
 
 def _tests(spec: dict[str, Any], link: Link) -> list[Callable[[], None]]:
-    """The row's tests as functions, none of which was called."""
+    """Return the row's tests as functions, not yet called."""
     namespace = _namespace(link)
     _run_text(spec["setup"], namespace)
     tests: list[Callable[[], None]] = [partial(_run_text, text, namespace) for text in spec["asserts"]]
@@ -101,17 +101,17 @@ def _check_call(one: dict[str, Any], namespace: dict[str, Any]) -> None:
 
 
 def _lists(value: Any) -> Any:
-    """JSON has no tuples."""
+    """Turn tuples into lists, as JSON has no tuples."""
     return [_lists(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _namespace(link: Link) -> dict[str, Any]:
-    """What the program defines, but no name of Python's own: tests that use `abs` mean Python's."""
+    """Return the program's names without those of built-ins: tests that use `abs` mean Python's."""
     try:
         names, status = link.names()
         offered = {name: (kind, what) for name, (kind, *what) in names.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ProgramEnded from error  # it wrote something else in their place
+        raise ProgramEnded from error  # it sent something else instead
     if status != 0:
         raise ProgramEnded
     solution = types.ModuleType("solution")
@@ -135,7 +135,7 @@ def _exception_base(names: list[str]) -> type[BaseException]:
 
 
 def _run_text(text: str, namespace: dict[str, Any]) -> None:
-    # In a box, where the row's own code runs too.
+    # Safe: this is a box, where the row's own code runs too.
     exec(compile(text, "<tests>", "exec"), namespace)  # noqa: S102
 
 

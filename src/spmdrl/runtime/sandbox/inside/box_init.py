@@ -1,7 +1,7 @@
-"""A box's first process: it runs what it is sent, one after the other, and ends with all of them.
+"""First process of a box: it runs the programs it receives one after another, and ends with all of them.
 
-The kernel ends every process of a namespace with its first one. What runs can't look into this process, which has more
-rights, nor end it, since a first process gets no signal from its own namespace that it doesn't ask for.
+The kernel ends every process of a namespace with its first one. A program can neither look into this process, which has
+more rights, nor end it: a first process gets no signal from its namespace unless it handles it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NO_DESCRIPTOR = -1
 
 
 def main(channel: socket.socket, limits: dict[str, Any]) -> NoReturn:
-    """Run what comes on the channel until it is closed. Each run is a message with descriptors."""
+    """Run requests from the channel until it is closed; each is a message with descriptors."""
     kernel_calls.die_with(signal.SIGKILL)
     kernel_calls.set_dumpable(False)
     mount("tmpfs", OWN_FOLDER, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC,
           f"size={limits['file_bytes']},nr_inodes=1024,mode=700")  # fmt: skip
     os.chdir(OWN_FOLDER)
-    # Waited for, never handled: a program can send any signal at any moment.
+    # Blocked and waited for, never handled: a program can send any signal at any moment.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     runs = {"program": _run_program, "assertions": _run_assertions}
     while True:
@@ -51,13 +51,13 @@ def main(channel: socket.socket, limits: dict[str, Any]) -> NoReturn:
 
 
 def _run_program(descriptors: Sequence[int], limits: dict[str, Any]) -> list[int]:
-    """The program alone, with stdin, stdout and stderr."""
+    """Run the program alone, with stdin, stdout and stderr."""
     source, *streams = descriptors
     return [_start(program.run_main, source, streams, limits)]
 
 
 def _run_assertions(descriptors: Sequence[int], limits: dict[str, Any]) -> list[int]:
-    """Tests and, in a process of its own, the program that they call; the tests alone can write the result."""
+    """Run tests and, in another process, the program that they call; only the tests can write the result."""
     source, tests, result, errors = descriptors
     asked, asks = os.pipe()
     answered, answers = os.pipe()
@@ -70,7 +70,7 @@ def _run_assertions(descriptors: Sequence[int], limits: dict[str, Any]) -> list[
 
 
 def _start(run: Callable[[str], int], text: int, descriptors: Sequence[int], limits: dict[str, Any]) -> int:
-    """Fork a process that runs a text and has these descriptors, as 0, 1, 2 and so on, and no others."""
+    """Fork a process that runs a text with only these descriptors, as 0, 1, 2 and so on."""
     pid = os.fork()
     if pid != 0:
         return pid
@@ -90,7 +90,7 @@ def _content(descriptor: int) -> bytes:
 
 def _keep_only(descriptors: Sequence[int]) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
-    # Above all of their new places first, so that none is overwritten before it is moved.
+    # First move all above their final places, so that none is overwritten.
     moved = [fcntl.fcntl(nothing if one == _NO_DESCRIPTOR else one, fcntl.F_DUPFD, 64) for one in descriptors]
     for place, one in enumerate(moved):
         os.dup2(one, place)
@@ -98,7 +98,7 @@ def _keep_only(descriptors: Sequence[int]) -> None:
 
 
 def _confine(limits: dict[str, Any]) -> None:
-    """Give up what a program doesn't need, for good."""
+    """Give up unneeded privileges for good."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     most_seconds = int(limits["seconds"]) + 1
     for kind, most in {
@@ -111,14 +111,14 @@ def _confine(limits: dict[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }.items():
-        # The soft limit of CPU time says what happened; the hard one would just kill.
+        # The soft limit of CPU time sends its own signal; the hard one would just kill.
         resource.setrlimit(kind, (most, most + (kind == resource.RLIMIT_CPU)))
     kernel_calls.drop_privileges()
     syscall_filter.install()
 
 
 def _wait(processes: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Wait for the first of the processes, then end all; their exit codes, and whether the time was over before."""
+    """Wait for the first of the processes, then kill all; report their exit codes and a timeout."""
     deadline = time.monotonic() + seconds
     ended, status = os.waitpid(processes[0], os.WNOHANG)
     while not ended and (left := deadline - time.monotonic()) > 0:

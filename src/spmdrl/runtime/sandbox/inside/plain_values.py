@@ -1,6 +1,6 @@
-"""Values as JSON between a program and its tests: data is copied, anything else stays where it is, under a number.
+"""JSON values between a program and its tests: data is copied, anything else is passed as a numbered handle.
 
-So what a program returns can't bring code of its own, such as an `__eq__` that is always true, into the tests.
+So a program can't return its own code, such as an `__eq__` that is always true, to the tests.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ class Unsupported(Exception):
 
 
 class Handles:
-    """The values of a program that its tests know by number only."""
+    """Values of a program that its tests know only by number."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
 
     def add(self, value: Any) -> int:
-        """A number for a value."""
+        """Number a value."""
         self._values.append(value)
         return len(self._values) - 1
 
     def get(self, number: int) -> Any:
-        """The value with a number."""
+        """Return the value with this number."""
         return self._values[number]
 
 
 def encode(value: Any, handles: Handles | None, depth: int = 0) -> Any:
-    """A value as JSON has it; without handles, one that isn't data raises Unsupported."""
+    """Encode a value for JSON; without handles, anything but data raises Unsupported."""
     if depth > _MAX_DEPTH:
         raise RecursionError(f"a value of more than {_MAX_DEPTH} levels")
     if type(value) in _EXACT:
@@ -56,14 +56,14 @@ def encode(value: Any, handles: Handles | None, depth: int = 0) -> Any:
         return ["handle", number(value)]
     if handles is None:
         raise Unsupported(f"a {type(value).__name__} can't be passed to the program")
-    # Arrays and numbers of numpy.
+    # numpy's arrays and numbers.
     if hasattr(value, "tolist") and not isinstance(value, type):
         return encode(value.tolist(), handles, depth + 1)
     return ["handle", handles.add(value)]
 
 
 def decode(value: Any, handle: Callable[[int], Any]) -> Any:
-    """The value that JSON stands for; `handle` makes the ones that are known by number."""
+    """Decode a value from JSON; `handle` makes values that are known by number."""
     if not isinstance(value, list):
         return value
     kind, *rest = value

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from spmdrl.runtime.sandbox.inside.plain_values import Handles, decode, encode
 
 FAILED, OUT_OF_MEMORY = 1, 97
-"""exit codes: it raised, or asked for more memory than it may have"""
+"""exit codes of a program that raised, or exceeded its memory"""
 
 
 def run_main(source: str) -> int:
@@ -34,7 +34,7 @@ def run_main(source: str) -> int:
 
 
 def serve(source: str) -> int:
-    """Load a program and answer what the tests ask it, on descriptors 3 and 4."""
+    """Load a program and answer the tests' questions on descriptors 3 and 4."""
     questions, answers = os.fdopen(3, encoding="utf-8"), os.fdopen(4, "w", encoding="utf-8")
     namespace = _as_main("solution").__dict__
     status = _executed(source, namespace)
@@ -70,7 +70,7 @@ def _executed(source: str, namespace: dict[str, Any]) -> int:
 
 
 def _offered(value: Any, handles: Handles) -> Any:
-    """What a name of the program is for the tests: modules and exceptions are made anew on their side."""
+    """Describe a program's value to the tests, which rebuild modules and exceptions."""
     if isinstance(value, types.ModuleType):
         return ["module", value.__name__]
     if isinstance(value, type) and issubclass(value, BaseException):
@@ -83,7 +83,7 @@ def _answer(question: dict[str, Any], handles: Handles) -> dict[str, Any]:
         subject, *arguments = decode(question["of"], handles.get)
         named = dict(decode(question["named"], handles.get))
         result = _OPERATIONS[question["do"]](subject, *arguments, **named)
-        # What a call changes in its arguments, tests see too.
+        # Tests also see changes that a call makes to its arguments.
         return {"result": encode(result, handles), "of": [encode(argument, handles) for argument in arguments]}
     except MemoryError:
         os._exit(OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""What tests have of a program in another process: questions to it, and stand-ins for its values."""
+"""Tests' view of a program in another process: questions to it, and proxies for its values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ProgramEnded(BaseException):
 
 
 def connect() -> Link:
-    """The link to the program of this process's box."""
+    """Return the link to the program of this process's box."""
     global _link
     _link = Link()
     return _link
@@ -31,12 +31,12 @@ class Link:
         self.exceptions: dict[str, type[BaseException]] = {}
 
     def names(self) -> tuple[dict[str, Any], int]:
-        """What the program defines, and the exit code with which it was loaded."""
+        """Return the program's names, and the exit code of its loading."""
         first = self._read()
         return first["names"], first["status"]
 
     def ask(self, what: str, *of: Any, **named: Any) -> Any:
-        """Have the program do something; raises what it raises, as far as tests can have the exception's class."""
+        """Ask the program to do something; raises its exception if tests know the class, else RuntimeError."""
         question = {"do": what, "of": encode(list(of), None), "named": encode(named, None)}
         try:
             self._questions.write(json.dumps(question) + "\n")
@@ -59,7 +59,7 @@ class Link:
 
 
 class Remote:
-    """A value of the program that isn't data. Comparing it with data is never true, whatever it says of itself."""
+    """Proxy for a program's value that isn't data; never equal to data, whatever its `__eq__` returns."""
 
     def __init__(self, number: int):
         self.__dict__["number"] = number
@@ -108,13 +108,13 @@ class Remote:
 
 
 def builtin_exception(name: str) -> type[BaseException] | None:
-    """Python's own exception of that name."""
+    """Return the built-in exception of that name."""
     kind = getattr(builtins, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
 def _update(own: Any, after: Any) -> None:
-    """Make an argument what the program made of it."""
+    """Apply the program's changes to an argument."""
     if isinstance(own, list) and isinstance(after, list):
         own[:] = after
     elif isinstance(own, (dict, set)) and type(own) is type(after):
