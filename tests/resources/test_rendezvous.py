@@ -232,7 +232,7 @@ def answers_beside_a_wait(world: World) -> bool:
 
     def wait() -> None:
         with contextlib.suppress(RuntimeError):
-            world.store.wait(["what never comes"], timedelta(seconds=6))
+            world.store.wait([f"end of {world.rank}"], timedelta(seconds=6))
 
     beside = world.beside
     assert beside is not None
@@ -242,6 +242,7 @@ def answers_beside_a_wait(world: World) -> bool:
     beside.set(f"of {world.rank}", "here")
     others = beside.get(f"of {1 - world.rank}")
     is_waiting = waiting.is_alive()
+    beside.set(f"end of {world.rank}", "")
     waiting.join()
     return is_waiting and others == b"here"
 

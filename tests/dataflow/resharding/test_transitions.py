@@ -146,18 +146,24 @@ def test_the_matrix_has_forty_transitions_and_more():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("executor", ["exact", pytest.param("allgather", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("transitions", ON_2_RANKS, ids=lambda some: some.model)
+@pytest.mark.parametrize(
+    ("transitions", "executor"),
+    [
+        pytest.param(
+            some, executor, id=f"{some.model}-{executor}",
+            marks=pytest.mark.slow if executor == "allgather" and some.model != "latent" else (),
+        )
+        for some in ON_2_RANKS
+        for executor in ("exact", "allgather")
+    ],
+)  # fmt: skip
 def test_on_2_ranks(transitions, executor):
     check_answered(transitions, run_ranks(2, switch_between, transitions, executor))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "transitions",
-    [*(pytest.param(some, marks=pytest.mark.slow) for some in ON_4_RANKS[:2]), ON_4_RANKS[2]],
-    ids=lambda some: some.model,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("transitions", ON_4_RANKS, ids=lambda some: some.model)
 def test_on_4_ranks(transitions):
     check_answered(transitions, run_ranks(4, switch_between, transitions, "exact", ranks_per_node=2))
 

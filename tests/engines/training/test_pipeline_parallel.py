@@ -180,15 +180,26 @@ def assert_equal(results: list[dict[Case, Errors]]) -> None:
     assert not wrong
 
 
-def test_every_schedule_equals_one_process_on_2_ranks() -> None:
-    layouts = layouts_of(pipeline=2)
-    cases = [Case(TIED, layout, count) for layout in layouts for count in (1, 2, 4, 5)]
-    cases += [Case(DENSE, layout, 3) for layout in layouts]
-    cases += [Case(SPARSE, layout, 3) for layout in layouts]
+@pytest.mark.parametrize(
+    ("config", "num_microbatches"),
+    [
+        pytest.param(TIED, 1, id="fewer than stages"),
+        pytest.param(TIED, 5, id="more, and an odd number"),
+        pytest.param(SPARSE, 3, id="experts"),
+        pytest.param(TIED, 2, id="as many as stages", marks=pytest.mark.slow),
+        pytest.param(TIED, 4, id="an even number", marks=pytest.mark.slow),
+        pytest.param(DENSE, 3, id="a head of its own", marks=pytest.mark.slow),
+    ],
+)
+def test_every_schedule_equals_one_process_on_2_ranks(config: DecoderConfig, num_microbatches: int) -> None:
+    cases = [Case(config, layout, num_microbatches) for layout in layouts_of(pipeline=2)]
     assert_equal(run_ranks(2, compare_all, cases))
 
 
-def test_every_schedule_equals_one_process_on_4_ranks_and_over_fsdp() -> None:
-    cases = [Case(DEEP, layout, 5) for layout in layouts_of(pipeline=4)]
-    cases += [Case(TIED, layout, 3) for layout in layouts_of(pipeline=2, shard=2)]
-    assert_equal(run_ranks(4, compare_all, cases))
+def test_every_schedule_equals_one_process_over_fsdp() -> None:
+    assert_equal(run_ranks(4, compare_all, [Case(TIED, layout, 3) for layout in layouts_of(pipeline=2, shard=2)]))
+
+
+@pytest.mark.slow
+def test_every_schedule_equals_one_process_on_4_ranks() -> None:
+    assert_equal(run_ranks(4, compare_all, [Case(DEEP, layout, 5) for layout in layouts_of(pipeline=4)]))
