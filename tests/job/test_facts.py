@@ -21,12 +21,14 @@ from tests.support.jobs import ON_DEVICES, ROOT, environment, run_job, tiny_conf
 from tests.support.ranks import HOST, rank_environment, run_ranks
 from torch.distributed import PrefixStore, TCPStore
 
+import spmdrl
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.given import value_leaves
 from spmdrl.config.key_schema import bare, schema, schema_keys
 from spmdrl.config.reader import ConfigError
 from spmdrl.job.model.model_source import model_facts
+from spmdrl.job.start import rank_facts
 from spmdrl.job.start.rank_facts import start_facts
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.resources.startup.rank_agreement import Alike, difference, meet
@@ -243,6 +245,20 @@ def test_a_rank_with_other_source_is_refused(tmp_path):
     told = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert all("ranks disagree about the source of spmdrl: " in text for text in told), told
+
+
+def test_an_edited_module_is_another_source(tmp_path, monkeypatch):
+    module = tmp_path / "package" / "nouns" / "rows.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(spmdrl, "__file__", str(tmp_path / "package" / "__init__.py"))
+    # Not the one that this process has computed before.
+    monkeypatch.setattr(rank_facts, "_package_digest", rank_facts._package_digest.__wrapped__)
+    config, facts = tiny_config(tmp_path), []
+    for text in ("x = 1\n", "x = 2\n", "x = 1\n"):
+        module.write_text(text)
+        facts.append(facts_of(config))
+    assert facts[0] == facts[2]
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"the source of spmdrl"}
 
 
 def facts_of(config: Path, *overrides: str, verb: str = "train", **environ: str) -> dict[str, str]:
