@@ -46,7 +46,7 @@ class _YamlLoader(yaml.SafeLoader):
         """Compose a node and its children, within the allowed depth."""
         self._level += 1
         if self._level > _MOST_LEVELS:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            mark = self.peek_event().start_mark
             raise _LimitError(problem=f"more than {_MOST_LEVELS} levels inside each other", problem_mark=mark)
         try:
             return super().compose_node(parent, index)

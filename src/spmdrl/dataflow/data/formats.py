@@ -200,7 +200,7 @@ def _csv_lines(path: str, chunks: Iterator[bytes]) -> Iterator[str]:
 
 def _read_parquet(path: str, file: Path) -> Rows:
     try:
-        import pyarrow.parquet  # type: ignore[import-not-found]  # an optional back end
+        import pyarrow.parquet  # an optional back end
     except ImportError as error:
         raise ValueError(
             f"reading {path} needs pyarrow; `pip install -e '.[parquet]'` in the clone, or convert it to JSONL"
