@@ -128,7 +128,9 @@ def open_world(
         meet(store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
         # Made while rank 0 waits for all; later, it would wait for one that was lost.
-        beside = meeting.beside or (store.clone() if launch.world_size > 1 else None)
+        beside = meeting.beside
+        if beside is None and launch.world_size > 1:
+            beside = store.clone()  # type: ignore[attr-defined]  # missing in PyTorch's stub
         store.set_timeout(timedelta(seconds=timeout_seconds))
         world = World(launch, found, store, timeout_seconds, meeting.gate, meeting.address, beside)
         try:
