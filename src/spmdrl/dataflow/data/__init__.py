@@ -1,1 +1,1 @@
-"""Data rows and prompts: found, read, checked, and put into the order of a run."""
+"""Data rows and prompts: look-up, reading, checks, and order."""

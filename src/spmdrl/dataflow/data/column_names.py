@@ -1,4 +1,4 @@
-"""Which columns of a row are its prompt, its answer and its completion, under the names that data sets use."""
+"""Look-up of a row's prompt, answer and completion under the names that data sets use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Column:
-    """What was found under which name; both None where nothing was."""
+    """A column's name and value; both None if nothing was found."""
 
     key: str | None = None
     value: Any = None
@@ -28,18 +28,17 @@ class Column:
 
 @dataclass(frozen=True)
 class FoundColumns:
-    """A row's parts as they are used: messages with plain texts, without the last assistant message where it is the
-    completion."""
+    """Parts of a row: messages with plain texts, without the last assistant message if it is the completion."""
 
     prompt: Column
     answer: Column
     completion: Column
     rejected: Column = Column()
-    """the worse response of a pair, whose better one is the completion"""
+    """worse response of a pair, whose better one is the completion"""
 
 
 def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: str | None) -> FoundColumns:
-    """Look the parts of a row up; raises Flaw for messages that hold something other than text."""
+    """Look up the parts of a row. Raises Flaw for messages with anything but text."""
     prompt = look_up(values, (prompt_key,) if prompt_key else PROMPT_KEYS)
     answer = look_up(values, (answer_key,) if answer_key else ANSWER_KEYS)
     completion = _completion(look_up(values, COMPLETION_KEYS))
@@ -48,7 +47,7 @@ def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: 
         prompt = Column(prompt.key, f"{prompt.value}\n\n{extra}")
     if isinstance(prompt.value, list):
         messages = plain_messages(prompt.key, prompt.value)
-        # A prompt may end with the beginning of an answer; a conversation ends with the answer.
+        # A prompt may end with the start of an answer; a conversation ends with the answer.
         if prompt.key != "prompt" and is_answered(messages):
             completion = completion if completion.key else Column(prompt.key, answer_of(messages))
             messages = messages[:-1]
@@ -57,7 +56,7 @@ def find_columns(values: Mapping[str, Any], prompt_key: str | None, answer_key: 
 
 
 def plain_messages(key: str | None, messages: list[Any]) -> list[Any]:
-    """The messages with content parts joined to one text; raises Flaw for a part that is no text."""
+    """Return the messages with content parts joined to one text. Raises Flaw for a part that is no text."""
     return [_plain_message(f"{key}[{number}]", message) for number, message in enumerate(messages)]
 
 
@@ -76,7 +75,7 @@ def _plain_message(name: str, message: Any) -> Any:
 
 
 def is_answered(messages: list[Any]) -> bool:
-    """Whether the last message is an answer of the assistant."""
+    """Return True if the last message is an answer of the assistant."""
     last = messages[-1] if messages else None
     return isinstance(last, Mapping) and last.get("role") == "assistant" and _is_whole(last)
 
@@ -88,7 +87,7 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
 
 
 def answer_of(messages: list[Any]) -> str | dict[str, Any]:
-    """The answer that messages end with: its text, or the message where it has more or answers another answer."""
+    """The last message's answer: its text, or the message if it has more or follows another answer."""
     *before, last = messages
     is_text = not any(value for key, value in last.items() if key not in ("role", "content"))
     is_text = is_text and not (before and isinstance(before[-1], Mapping) and before[-1].get("role") == "assistant")
@@ -103,7 +102,7 @@ def is_empty(answer: Any) -> bool:
 
 
 def _completion(column: Column) -> Column:
-    """A completion given as one assistant message, as its text or, where it has more, the message."""
+    """Return a completion given as one assistant message: its text, or the message if it has more."""
     if isinstance(column.value, list) and len(column.value) == 1:
         messages = plain_messages(column.key, column.value)
         if is_answered(messages):
@@ -112,7 +111,7 @@ def _completion(column: Column) -> Column:
 
 
 def check_prompt(prompt: Column) -> None:
-    """Raise Flaw for what is neither text nor a list of messages, or empty."""
+    """Raise Flaw unless the prompt is text or a list of messages, and not empty."""
     if isinstance(prompt.value, str):
         if not prompt.value.strip():
             raise Flaw("empty_prompt", f"'{prompt.key}' is empty")
@@ -130,7 +129,7 @@ def check_prompt(prompt: Column) -> None:
 
 
 def look_up(values: Mapping[str, Any], keys: tuple[str, ...]) -> Column:
-    """The first of the dotted keys that holds something, and what it holds."""
+    """Return the first of the dotted keys that holds something, with its value."""
     for key in keys:
         value: Any = values
         if key in values:

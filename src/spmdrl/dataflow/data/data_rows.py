@@ -1,4 +1,4 @@
-"""Data rows: found, checked and named by file and line before any model is loaded."""
+"""Data rows: read, checked and named by file and line before any model is loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_ANOTHER_FORMAT = {"not_json", "not_object", "invalid_utf8"}
 class Row:
     """One checked data row.
 
-    `columns` holds everything of the row but its prompt and id, under the row's own names, and `answer` besides.
+    `columns` holds the row without prompt and id, under the row's own names, and `answer`.
     """
 
     id: str
@@ -47,14 +47,14 @@ class Row:
     answer: str | None
     columns: dict[str, Any]
     completion: Answer | None = None
-    """the answer that supervised training learns, where the row has one beside `answer`; of a pair, the better one"""
+    """answer for supervised training if the row has one beside `answer`; of a pair, the better one"""
     rejected: Answer | None = None
-    """the worse response of a pair"""
+    """worse response of a pair"""
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The usable rows of one source, the bad ones that were skipped, and the columns in which things were found."""
+    """Rows of one source: usable ones, skipped bad ones, and the columns of their parts."""
 
     source: DataSource
     rows: tuple[Row, ...]
@@ -63,13 +63,13 @@ class SourceRows:
 
     @property
     def is_of_wrong_kind(self) -> bool:
-        """Whether no row can be used, and all for one reason: then the file is another one than was meant."""
+        """True if all rows are bad for one reason: then it is the wrong file."""
         kinds = {bad.kind for bad in self.skipped}
         return not self.rows and len(self.skipped) > 2 and (len(kinds) == 1 or kinds <= _OF_ANOTHER_FORMAT)
 
     @property
     def summary(self) -> str:
-        """One line for the screen, as in `a.jsonl: 7473 rows, prompt in 'question', answer in 'answer'`."""
+        """Summary for the screen, as in `a.jsonl: 7473 rows, prompt in 'question', answer in 'answer'`."""
         found = ", ".join(f"{name} ({count})" if count < len(self.rows) else name for name, count in self.found.items())
         skipped = f", {len(self.skipped)} bad rows skipped" if self.skipped else ""
         return f"{self.source.path}: {len(self.rows)} rows, {found}{skipped}"
@@ -77,16 +77,16 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class RowNeeds:
-    """What every row must have beside its prompt."""
+    """Parts that every row needs beside its prompt."""
 
     answer: bool = False
-    """for the built-in reward functions"""
+    """needed by the built-in reward functions"""
     completion: bool = False
-    """for supervised training; an answer will do"""
+    """needed by supervised training; an answer will do"""
     pair: bool = False
     """a better and a worse response, for preferences and reward models"""
     margin_key: str | None = None
-    """the column with the margin between them"""
+    """column with the margin between them"""
 
 
 def read_rows(
@@ -117,7 +117,7 @@ def read_rows(
 
 
 def rows_of_prompts(prompts: Sequence[str]) -> SourceRows:
-    """Prompts from the command line, as if they had been read."""
+    """Return rows for prompts from the command line."""
     places = [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     rows = tuple(Row(place, place, prompt, None, {}) for place, prompt in zip(places, prompts, strict=True))
     return SourceRows(DataSource("the command line"), rows, (), {})
@@ -139,7 +139,7 @@ def _read_source(source: DataSource, config: DataConfig, needs: RowNeeds) -> Sou
         if isinstance(record, BadRow):
             bad.append(record)
             continue
-        # Ids are unique in a file only; in a folder or pattern the file's name distinguishes rows of one id.
+        # Ids are unique only within a file; in a folder or pattern the file's name distinguishes equal ids.
         given = record.values.get("id")
         prefix = "" if record.file == source.path else f"{record.file}#"
         row_id = record.place if given is None else f"{prefix}{given}"
@@ -166,7 +166,7 @@ def _row(record: Record, row_id: str, found: FoundColumns) -> Row:
 
 
 def _checked_columns(values: dict[str, Any], form: str, config: DataConfig, needs: RowNeeds) -> FoundColumns:
-    """The parts of a row that has what is needed. Raises Flaw."""
+    """Return the parts of a row that has what is needed. Raises Flaw."""
     _check_values(values)
     if form == "auto":
         found = find_columns(values, config.prompt_key, config.answer_key)
@@ -220,7 +220,7 @@ def _is_text_or_number(value: Any) -> bool:
 
 
 def _check_id(given: Any, row_id: str, places: Mapping[str, str]) -> None:
-    """`places`: where each id was found."""
+    """Check an id against `places`, the place of each earlier id."""
     if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
         raise Flaw("id_type", f"'id' is a {type(given).__name__}, but must be text or a whole number")
     if row_id in places:

@@ -1,6 +1,6 @@
-"""Raw rows out of data files: JSON lines, JSON arrays, CSV and parquet, plain or packed with gzip.
+"""Raw rows from data files: JSON lines, JSON arrays, CSV and parquet, plain or gzipped.
 
-Memory is bounded by the longest row that is allowed, whatever a file holds, until rows are kept.
+Until rows are kept, memory is bounded by the longest allowed row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmdrl.dataflow.data.json_array import array_values, repeated_key
 
 MOST_ROW_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
-# Text packs to a twentieth of its size; what packs to less than this share holds nothing but repetitions.
+# Text packs to a twentieth of its size; a file that packs far better holds nothing but repetitions.
 _MOST_GROWTH = 100
 _GROWTH_FROM_BYTES = 4 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -30,7 +30,7 @@ NAMES = ".jsonl, .json, .csv, .tsv (each also with .gz) and .parquet"
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that can't be used: where it is (file:line, with :column where known), a short kind, and what is wrong."""
+    """An unusable row: its place (file:line, with :column if known), a short kind, and the problem."""
 
     place: str
     kind: str
@@ -41,7 +41,7 @@ class BadRow:
 
 
 class Flaw(ValueError):
-    """What makes a row unusable: a short kind, and the problem as text."""
+    """Defect of a row: a short kind, and the problem as text."""
 
     def __init__(self, kind: str, problem: str):
         super().__init__(problem)
@@ -50,7 +50,7 @@ class Flaw(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One row as its file holds it."""
+    """One raw row of a file."""
 
     place: str
     values: dict[str, Any]
@@ -61,7 +61,7 @@ Rows = Iterator[Record | BadRow]
 
 
 def suffix_of(file: Path) -> str | None:
-    """The format of a file by its name, or None for one that isn't read."""
+    """Return the format of a file by its name, or None if it isn't supported."""
     name = file.name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     is_read = suffix in SUFFIXES and not (suffix == ".parquet" and name.endswith(".gz"))
@@ -69,8 +69,8 @@ def suffix_of(file: Path) -> str | None:
 
 
 def read_file(path: str, file: Path) -> Rows:
-    """The rows of one file, in order, named after `path`. Raises ValueError where the file breaks off or isn't of
-    the format that its name ends in."""
+    """Return the rows of one file, in order, named after `path`. Raises ValueError if the file is truncated or not in
+    its name's format."""
     suffix = suffix_of(file)
     if suffix == ".parquet":
         return _read_parquet(path, file)
@@ -98,7 +98,7 @@ def _chunks(path: str, file: Path) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers; None for one that is longer than a row may be."""
+    """Yield lines with their numbers; None for a line longer than a row may be."""
     number, pending, num_bytes = 1, list[bytes](), 0
     for chunk in chunks:
         *ends, rest = chunk.split(b"\n")
@@ -107,14 +107,14 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
             yield number, b"".join((*pending, end)) if is_whole else None
             number, pending, num_bytes = number + 1, [], 0
         num_bytes += len(rest)
-        # The parts of a line that is too long already aren't kept.
+        # The rest of a line that is already too long isn't kept.
         pending = [*pending, rest] if num_bytes <= MOST_ROW_BYTES else []
     if num_bytes:
         yield number, b"".join(pending) if num_bytes <= MOST_ROW_BYTES else None
 
 
 def _read_json(path: str, chunks: Iterator[bytes]) -> Rows:
-    """Objects, one per line or in one array: the first character decides."""
+    """Yield objects, one per line or in one array; the first character decides."""
     first = next(chunks, b"").removeprefix(_BYTE_ORDER_MARK)
     whole = chain([first], chunks)
     return _array_rows(path, whole) if first.lstrip()[:1] == b"[" else _line_rows(path, whole)

@@ -1,4 +1,4 @@
-"""The values of one JSON array in a file of any size, read as far as the next value needs."""
+"""Values of one JSON array in a file of any size, read incrementally."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def array_values(path: str, chunks: Iterator[bytes], most_bytes: int) -> Iterator[tuple[str, Any, str | None]]:
-    """Each value after its place (file:line:column), and before a key that one of its objects has twice, or None.
+    """Yield each value after its place (file:line:column), and before a key that one of its objects has twice, or None.
 
-    Raises ValueError, with the line, for a fault in the text, behind which nothing can be read; a value that isn't
-    whole within `most_bytes` is one.
+    Raises ValueError, with the line, for a fault in the text, after which nothing can be read, such as a value longer
+    than `most_bytes`.
     """
     text = _ArrayText(path, chunks, most_bytes)
     text.skip("[")
@@ -30,13 +30,13 @@ def array_values(path: str, chunks: Iterator[bytes], most_bytes: int) -> Iterato
 
 
 def repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
-    """The first key that an object has more than once, or None."""
+    """Return the first key that an object has more than once, or None."""
     keys = [key for key, _ in pairs]
     return None if len(set(keys)) == len(keys) else next(key for key in keys if keys.count(key) > 1)
 
 
 class _ArrayText:
-    """The text of one JSON array, from its next value on."""
+    """Rest of a JSON array's text, from its next value on."""
 
     def __init__(self, path: str, chunks: Iterator[bytes], most_bytes: int):
         self._path = path
@@ -46,13 +46,13 @@ class _ArrayText:
         self._at = 0
         self._line = 1
         self._line_start = 0
-        """where the line begins, counted from the text's own beginning; below 0 where that part is gone"""
+        """start of the line within the kept text; negative if that part was dropped"""
         self._has_ended = False
         self._twice: str | None = None
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def next_letter(self) -> str:
-        """The next letter that isn't space, or nothing at the end."""
+        """Return the next letter that isn't space, or nothing at the end."""
         while True:
             start = self._at
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
@@ -68,14 +68,14 @@ class _ArrayText:
         self._at += 1
 
     def value(self) -> tuple[str, Any, str | None]:
-        """The next value, after where it begins; and a key that stands in it twice."""
+        """Return the next value with its place, and a key that it has twice."""
         self.next_letter()
         place = f"{self._path}:{self._line}:{self._at - self._line_start + 1}"
         while True:
             self._twice = None
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-                # A number that reaches the end of the text may go on.
+                # A number at the end of the text may continue.
                 if end < len(self._text) or not self._read_on():
                     self._count_lines(self._at, end)
                     self._at = end
@@ -98,7 +98,7 @@ class _ArrayText:
             self._line_start = last + 1
 
     def _read_on(self) -> bool:
-        """Read about as much as is waiting, so that a long row isn't parsed many times; False at the end."""
+        """Read about as much as is buffered, so that a long row isn't parsed many times; False at the end."""
         parts = [self._text[self._at :]]
         wanted = max(1, len(parts[0]))
         try:

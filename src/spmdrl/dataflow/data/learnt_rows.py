@@ -1,4 +1,4 @@
-"""What training on data alone learns of a row: its answer, every answer of a conversation, or a pair of responses."""
+"""Answers to learn from a row: one answer, every answer of a conversation, or a pair of responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.models.renderer import Answer, MarkedTokens, Renderer
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
-# Tokens that a template may write around an answer beside the answer's own.
+# Tokens that a template may add around an answer.
 _MOST_AROUND = 256
 
 
@@ -23,7 +23,7 @@ class LearntRows:
     turns: Literal["last", "all"] = "last"
 
     def of(self, prompt: Prompt) -> list[MarkedTokens]:
-        """The row's tokens with its answer; of a pair, with either response. Raises ValueError that names the row."""
+        """The row's tokens with its answer; of a pair, with either response. Raises ValueError, naming the row."""
         try:
             return self._of(prompt)
         except RowNotRendered as problem:
@@ -35,20 +35,20 @@ class LearntRows:
             return [self.renderer.answer(messages, answer, prompt.columns) for answer in answers]
         (answer,), before = answers, list(messages)
         if isinstance(answer, str):
-            # A text goes on with the assistant's message that the prompt ends with.
+            # A text continues the assistant's message that ends the prompt.
             begun = before.pop().get("content") or "" if before[-1]["role"] == "assistant" else ""
             answer = {"role": "assistant", "content": begun + answer}
         return [self.renderer.conversation([*before, answer], prompt.columns)]
 
     def check(self, vocab_size: int, max_positions: int) -> Callable[[Prompt], None]:
-        """A function that raises Flaw for a row that such a model can't learn."""
-        # Other tokenizers have no such token, and all answers of a large file take minutes.
+        """Return a function that raises Flaw for a row that such a model can't learn."""
+        # Other tokenizers have no such token, and tokenizing all answers of a large file takes minutes.
         may_be_foreign = self.renderer.tokenizer.highest_id >= vocab_size
         is_first = True
 
         def check_row(prompt: Prompt) -> None:
             nonlocal is_first
-            # A token spells a byte at least, so few answers have to be rendered.
+            # A token has at least one byte, so few answers must be rendered.
             sizes = [len(str(answer).encode()) for answer in answers_of(prompt)]
             is_short = len(prompt.prompt_ids) + 2 * max(sizes) + _MOST_AROUND <= max_positions
             if is_short and not (is_first or may_be_foreign or self.turns == "all"):
@@ -68,7 +68,7 @@ class LearntRows:
 
 
 def answers_of(prompt: Prompt) -> tuple[Answer, ...]:
-    """Answers to learn of a row: its completion or answer; of a pair, the preferred response and the other one."""
+    """Answer to learn of a row: its completion or answer; of a pair, the preferred response and the other one."""
     answer = prompt.answer if prompt.completion is None else prompt.completion
     assert answer is not None, f"row {prompt.id} has no answer, which reading it should have refused"
     return (answer,) if prompt.rejected is None else (answer, prompt.rejected)

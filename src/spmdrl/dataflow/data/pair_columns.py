@@ -19,7 +19,7 @@ _TURN = "\n\nAssistant:"
 
 @dataclass(frozen=True)
 class _Response:
-    """A response, and the messages before it where the column holds a conversation."""
+    """A response, with the messages before it if the column holds a conversation."""
 
     answer: Answer
     before: list[Any]
@@ -28,10 +28,10 @@ class _Response:
 def find_pair(
     values: Mapping[str, Any], found: FoundColumns, margin_key: str | None, *, is_prompt_named: bool
 ) -> FoundColumns:
-    """The columns with the row's pair. Raises Flaw where there is none that can be learnt.
+    """Return the columns with the row's pair. Raises Flaw if it has none that can be learnt.
 
-    Where both columns hold a conversation, it is the prompt up to the response. Where they are texts, and there is no
-    prompt and none `is_prompt_named`, it is their common beginning. `margin_key` holds a number.
+    If both columns hold a conversation, the prompt is everything before the response; if they are texts, there is no
+    prompt and not `is_prompt_named`, it is their common beginning. `margin_key` holds a number.
     """
     if margin_key is not None:
         _check_margin(values.get(margin_key), margin_key)
@@ -52,7 +52,7 @@ def find_pair(
 
 
 def _prompt_size(chosen: str, rejected: str) -> int:
-    """The letters of the common beginning that is the prompt: through the last turn's mark, else of whole words."""
+    """The length of the common beginning that is the prompt: through the last turn's mark, else whole words."""
     if chosen == rejected:
         raise Flaw("equal_pair", f"'{CHOSEN}' and '{REJECTED}' are the same, so there is nothing to prefer")
     common = commonprefix([chosen, rejected])

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt to answer: its token ids, the text that they spell, and the row's other columns.
+    """A prompt: its token ids, their text, and the row's other columns.
 
-    `original` is the prompt as the row holds it, text or messages; reward functions get this one.
+    `original` is the row's prompt, text or messages; reward functions get this one.
     """
 
     id: str
@@ -37,13 +37,13 @@ class Prompt:
     columns: dict[str, Any]
     original: str | Messages
     completion: Answer | None = None
-    """the answer that supervised training learns, where it isn't `answer`; of a pair, the better one"""
+    """answer for supervised training if it isn't `answer`; of a pair, the better one"""
     rejected: Answer | None = None
-    """the worse response of a pair"""
+    """worse response of a pair"""
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> Batch:
-    """The prompts as the dock stores them, one row each."""
+    """Return the prompts as the dock stores them, one row each."""
     ids = [np.asarray(prompt.prompt_ids, dtype=np.int32) for prompt in prompts]
     batch = Batch.of_rows(range(len(ids)))
     values = np.concatenate([np.empty(0, dtype=np.int32), *ids])
@@ -66,7 +66,7 @@ class PromptSource:
 
         `check` raises Flaw for a row that can't be used though its prompt can.
         """
-        # Ids need to be unique in a file only; with several files the path distinguishes them.
+        # Ids are unique only within a file; with several files the path distinguishes them.
         prefixes = [f"{part.source.path}#" if len(rows) > 1 else "" for part in rows]
         kept = [
             _usable_rows(part, prefix, renderer, config, vocab_size, check)
@@ -96,12 +96,12 @@ class PromptSource:
         )
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Return the number of prompts in one epoch."""
         return self._order.epoch_size
 
     @property
     def warnings(self) -> list[str]:
-        """Lines on what isn't used of the rows and of the template's options."""
+        """Warnings about unused columns and template options."""
         num_in_template = sum(part.prompts.num_in_template for part in self._parts)
         num_texts = sum(len(part.rows) for part in self._parts) - num_in_template
         has_tools = any(row.columns.get("tools") for part in self._parts for row in part.rows)
@@ -122,7 +122,7 @@ class PromptSource:
         return sum(lengths) / len(lengths)
 
     def longer_than(self, num_tokens: int) -> list[tuple[int, str]]:
-        """Length and place of each prompt that has more tokens, in the order of the files."""
+        """Return length and place of each prompt with more tokens, in the order of the files."""
         prompts = ((part.prompts.length(row), part.rows[row].place) for part in self._parts for row in part.positions)
         return [(length, place) for length, place in prompts if length > num_tokens]
 
@@ -132,11 +132,11 @@ class PromptSource:
         return [self.at(position) for position in range(start, start + num_prompts)]
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a position of the concatenated epochs."""
+        """Return the prompt at a position of the concatenated epochs."""
         return self._prompt(*self._order.at(position))
 
     def all(self) -> Iterator[Prompt]:
-        """Every prompt once, in the order of the files."""
+        """Yield every prompt once, in the order of the files."""
         for source, part in enumerate(self._parts):
             for index in range(len(part.positions)):
                 yield self._prompt(source, index)
@@ -150,7 +150,7 @@ class PromptSource:
 class _UsableRows:
     rows: tuple[Row, ...]
     prefix: str
-    """what comes before the ids of the rows"""
+    """prefix of the rows' ids"""
     prompts: TokenizedPrompts
     positions: list[int] = field(default_factory=list)
     skipped: list[BadRow] = field(default_factory=list)
@@ -165,7 +165,7 @@ def _usable_rows(
     part: SourceRows, prefix: str, renderer: Renderer, config: DataConfig, vocab_size: int,
     check: Callable[[Prompt], None] | None,
 ) -> _UsableRows:  # fmt: skip
-    """Which rows have between 1 and `data.max_prompt_length` tokens, all of them in the model's vocabulary."""
+    """Select rows with 1 to `data.max_prompt_length` tokens, all in the model's vocabulary."""
     prompts = renderer.prompts([row.prompt for row in part.rows], [row.columns for row in part.rows])
     usable = _UsableRows(part.rows, prefix, prompts)
     has_foreign = prompts.ids.size > 0 and int(prompts.ids.max()) >= vocab_size
@@ -191,7 +191,7 @@ def _usable_rows(
 
 
 class MixedOrder:
-    """Which row of which source stands at each position: a pure function of (seed, position).
+    """Order of rows over sources and epochs: a pure function of (seed, position).
 
     `sizes` are the sources' numbers of rows, `weights` their shares of an epoch, or None each for shares by size.
     """
@@ -206,25 +206,25 @@ class MixedOrder:
         self._is_shuffled = is_shuffled
         self._is_weighted = None not in weights
         self.epoch_size = sum(self._counts)
-        # Batches run through one epoch after another, so few orders are in use at a time.
+        # Batches pass through epochs in turn, so few orders are in use at a time.
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
         self._source_epoch = functools.lru_cache(maxsize=2 * len(sizes))(self._make_source_epoch)
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source and the row in it."""
+        """Return the source and row at a position."""
         epoch, place = divmod(position, self.epoch_size)
         source, drawn = self._epoch(epoch)[place]
         round_, index = divmod(epoch * self._counts[source] + int(drawn), self._sizes[source])
         return int(source), int(self._source_epoch(int(source), round_)[index])
 
     def _make_epoch(self, epoch: int) -> np.ndarray:
-        """An epoch's (source, how many of that source came before it in the epoch), [epoch_size, 2]."""
+        """Return an epoch's (source, how many of that source came before it in the epoch), [epoch_size, 2]."""
         sources = np.repeat(np.arange(len(self._counts)), self._counts)
         drawn = np.concatenate([np.arange(count) for count in self._counts])
         if self._is_shuffled:
             order = random_order(self.epoch_size, (self._seed, epoch))
         elif self._is_weighted:
-            # The sources are interleaved evenly.
+            # Interleave the sources evenly.
             order = np.argsort((drawn + 0.5) / np.repeat(self._counts, self._counts), kind="stable")
         else:
             order = np.arange(self.epoch_size)
@@ -238,7 +238,7 @@ class MixedOrder:
 
 
 def random_order(size: int, key: tuple[int, ...]) -> np.ndarray:
-    """A permutation that depends on the key alone.
+    """Return a permutation that depends on the key alone.
 
     Sorted raw bits: NumPy promises the bits of Philox to stay the same over its versions, but not `permutation`.
     """

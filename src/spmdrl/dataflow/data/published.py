@@ -1,4 +1,4 @@
-"""Benchmarks as they lie on a hub: whose columns hold what, and the prompt that is made of a row."""
+"""Benchmarks as published: the columns of their parts, and a row's prompt."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _IN_A_BOX = "{question}\n\nThink step by step, and put the final answer in \\box
 
 @dataclass(frozen=True)
 class PublishedFormat:
-    """Where a benchmark has its parts, under any of several names, and how its prompt reads."""
+    """Columns of a benchmark's parts, each under several names, and its prompt template."""
 
     question: tuple[str, ...]
     answer: tuple[str, ...]
     template: str
     completion: tuple[str, ...] = ()
-    """what supervised training learns, where the row has it; else the answer"""
+    """text for supervised training if the row has it, else the answer"""
     wrong_choices: tuple[str, ...] = ()
-    """columns of choices beside the right one, which then is the answer's column; the answer is its letter"""
+    """columns of wrong choices beside the right one in the answer's column; the answer is its letter"""
     mark: str = ""
-    """what every answer holds"""
+    """text that every answer contains"""
 
     @property
     def wanted(self) -> str:
-        """The columns that every row has, for people."""
+        """Required columns, for messages."""
         names = (self.question, self.answer, *((name,) for name in self.wrong_choices))
         return ", ".join("|".join(names_of_one) for names_of_one in names)
 
@@ -54,9 +54,9 @@ FORMATS: Mapping[str, PublishedFormat] = {
 
 
 def published_columns(name: str, values: Mapping[str, Any]) -> FoundColumns:
-    """The parts of a row of a benchmark, with the prompt that its template makes.
+    """Return the parts of a benchmark's row, with its prompt rendered.
 
-    Raises Flaw for other columns than the benchmark has, and for a question that has no single right choice.
+    Raises Flaw for columns other than the benchmark's, and for a question without a single right choice.
     """
     form = FORMATS[name]
     question, answer, completion = (look_up(values, keys) for keys in (form.question, form.answer, form.completion))
@@ -80,7 +80,7 @@ def published_columns(name: str, values: Mapping[str, Any]) -> FoundColumns:
 
 
 def _text(column: Column) -> str:
-    """A column's text without the blanks around it; Flaw for what has none."""
+    """Return a column's text, stripped. Raises Flaw if it has none."""
     is_usable = isinstance(column.value, (str, int, float)) and not isinstance(column.value, bool)
     text = str(column.value).strip() if is_usable else ""
     if not text:
@@ -89,6 +89,6 @@ def _text(column: Column) -> str:
 
 
 def _shuffled(choices: Sequence[str], key: str) -> list[str]:
-    """In an order that depends on the key and the choices' places alone, whatever rows are read beside this one."""
+    """Shuffle by the key and the choices' places alone, independent of other rows."""
     places = sorted(range(len(choices)), key=lambda place: hashlib.sha256(f"{place}:{key}".encode()).digest())
     return [choices[place] for place in places]

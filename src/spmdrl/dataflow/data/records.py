@@ -1,4 +1,4 @@
-"""Raw records out of what a data path names: a file, a folder, a pattern of file names, or rows made by code."""
+"""Raw records of a data path: a file, a folder, a pattern of file names, or generated rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spmdrl.observability.terminal.spelling import nearest
 _NUM_SHOWN, _NUM_PLACES = 20, 3
 _OF_A_ROW = re.compile(r"'[^']*'|\d+")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# What folders of data sets hold beside their rows.
+# Files beside the rows in folders of data sets.
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 class BadRows(ValueError):
-    """Rows that can't be used, all of them in `rows`; the message shows the first few.
+    """Unusable rows, all of them in `rows`; the message shows the first few.
 
-    `alike` has sources none of whose rows can be used, for one reason: of each, the message shows the first row.
+    `alike` has sources whose rows are all unusable for one reason; the message shows the first row of each.
     """
 
     def __init__(self, rows: list[BadRow], num_rows: int, alike: dict[str, list[BadRow]] | None = None):
@@ -32,7 +32,7 @@ class BadRows(ValueError):
         shown = {row for bad in alike.values() for row in bad}
         groups: dict[tuple[str, str], list[BadRow]] = {}
         for row in (row for row in rows if row not in shown):
-            # One reason has other numbers, names and values in each row.
+            # Texts of one reason differ in numbers, names and values.
             groups.setdefault((row.kind, _OF_A_ROW.sub("", row.problem)), []).append(row)
         lines += [_together(group) for group in [*groups.values()][:_NUM_SHOWN]]
         lines += [f"... and {len(groups) - _NUM_SHOWN} more reasons"] if len(groups) > _NUM_SHOWN else []
@@ -42,7 +42,7 @@ class BadRows(ValueError):
 
 
 def _together(rows: list[BadRow]) -> str:
-    """The line of rows with one reason."""
+    """Return the line of rows with one reason."""
     first, *others = rows
     if not others:
         return str(first)
@@ -51,7 +51,7 @@ def _together(rows: list[BadRow]) -> str:
 
 
 def read_records(path: str) -> Iterator[Record | BadRow]:
-    """The rows of everything that a data path names, in order; what isn't an object comes as a BadRow."""
+    """Yield the rows of all files of a data path, in order; anything but an object becomes a BadRow."""
     if path.startswith(SCHEME):
         return (Record(f"{path}:{number}", row, path) for number, row in enumerate(synthetic_rows(path), 1))
     files = data_files(path)
@@ -61,7 +61,7 @@ def read_records(path: str) -> Iterator[Record | BadRow]:
 
 
 def data_files(path: str) -> list[Path]:
-    """The files that a data path names, sorted by name; raises ValueError where there is none, or one isn't read."""
+    """The files of a data path, sorted by name. Raises ValueError if there is none, or for an unsupported one."""
     named = Path(path).expanduser()
     if named.is_dir():
         files = _files_of_folder(path, named)

@@ -1,4 +1,4 @@
-"""Arithmetic rows made by code, named like a file: `synthetic://addition?low=0&high=99&count=4000&split=train&seed=0`."""
+"""Generated arithmetic rows, named like a file: `synthetic://addition?low=0&high=99&count=4000&split=train&seed=0`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from spmdrl.observability.terminal.spelling import nearest
 
 SCHEME = "synthetic://"
-# Up to this many pairs are all put in a random order; of more, pairs are drawn until enough differ.
+# Up to this many pairs are all shuffled; of more, pairs are drawn until enough differ.
 _MAX_ENUMERATED_PAIRS = 1 << 20
 
 Operation = Literal["addition", "subtraction", "difference", "multiplication", "division"]
@@ -37,9 +37,9 @@ class SyntheticTask:
     test_fraction: float = 0.1
     seed: int = 0
     prompt: str = ""
-    """the prompt in place of `left+right=`: a text with {left}, {sign} and {right} in it"""
+    """prompt in place of `left+right=`: a text with {left}, {sign} and {right} in it"""
     completion: str = ""
-    """what supervised training learns in place of the answer: a text with {prompt} and {answer} in it"""
+    """text for supervised training in place of the answer, with {prompt} and {answer} in it"""
     max_error: int = 0
     """above 0, rows are pairs too: the answer is preferred to a wrong one, which differs from it by at most this"""
 
@@ -60,7 +60,7 @@ class SyntheticTask:
             raise ValueError(f"test_fraction={self.test_fraction} in a synthetic URL, but it must be between 0 and 1")
 
     def holds(self, left: int, right: int) -> bool:
-        """Whether the pair is a question of this task's split."""
+        """Return True if the pair belongs to this task's split."""
         if (self.operation == "division" and right == 0) or (self.operation == "difference" and left < right):
             return False
         pair = (left, right)
@@ -70,7 +70,7 @@ class SyntheticTask:
         return is_test == (self.split == "test")
 
     def row(self, left: int, right: int) -> dict[str, Any]:
-        """The question and its answer; a division is made of its quotient, so that it comes out even."""
+        """Return the question with its answer; a division is built from its quotient, so that it has no remainder."""
         if self.operation == "addition":
             first, sign, answer = left, "+", left + right
         elif self.operation in ("subtraction", "difference"):
@@ -92,7 +92,7 @@ class SyntheticTask:
 
 
 def parse_synthetic(url: str) -> SyntheticTask:
-    """The task that a `synthetic://` URL names; raises ValueError for unknown tasks, names and values."""
+    """Return the task of a `synthetic://` URL. Raises ValueError for unknown tasks, names and values."""
     parts = urlsplit(url)
     types = {field.name: field.type for field in fields(SyntheticTask) if field.name != "operation"}
     values: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def parse_synthetic(url: str) -> SyntheticTask:
 
 
 def synthetic_rows(url: str) -> list[dict[str, Any]]:
-    """The URL's rows, all different, in an order that depends on nothing but the URL."""
+    """Return the URL's rows, all different, in an order that depends only on the URL."""
     task = parse_synthetic(url)
     rows = []
     for left, right in _shuffled_pairs(task):
@@ -122,13 +122,13 @@ def synthetic_rows(url: str) -> list[dict[str, Any]]:
 
 
 def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
-    """Different pairs in random order: all of them where they are few, else as many as `count` can need."""
+    """Yield distinct pairs in random order: all if they are few, else as many as `count` may need."""
     span = task.high - task.low + 1
     bits = np.random.Philox(np.random.SeedSequence((task.seed, span)))
     if span**2 <= _MAX_ENUMERATED_PAIRS:
         indexes = np.argsort(bits.random_raw(span**2), kind="stable").tolist()
     else:
-        # Enough draws that the smaller split still gets its count, at most a few repeat.
+        # Enough draws for the smaller split's count; only few repeat.
         share = task.test_fraction if task.split == "test" else 1 - task.test_fraction
         share /= 2 if task.operation == "difference" else 1
         draws = bits.random_raw(2 * int(2 * task.count / share + 1000)).tolist()
@@ -139,7 +139,7 @@ def _shuffled_pairs(task: SyntheticTask) -> Iterator[tuple[int, int]]:
 
 
 def _hashed(text: str) -> int:
-    """64 bits that depend on a text alone."""
+    """Hash a text to 64 bits."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
