@@ -1,9 +1,9 @@
-"""Checksums of one switch: what each generator holds is what the trainers sent, at the version that they sent.
+"""Checksums of one switch: each generator holds exactly what the trainers sent, at the same version.
 
-A piece's bit patterns, cast to the generator's dtype, are summed by the one rank that answers for it before its source
-may leave, and by every rank that wanted it where it arrived. Sums are of wrapping integers weighted by position, so
-that skipped, moved, swapped, stale and flipped values show. Always a few spots of every piece are summed, other ones at
-each version; all elements with `reshard.verify`.
+A piece's bit patterns, cast to the generator's dtype, are summed by its contributor before the source may leave, and by
+every rank that received it. Sums are of wrapping integers weighted by position, so that skipped, moved, swapped, stale
+and flipped values show. A few spots of every piece are always summed, different ones at each version; all elements with
+`reshard.verify`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from spmdrl.nouns.batch import whole_slice
 from spmdrl.resources.collectives import Group, sum_over
 
 _NUM_SPOTS = 16
-# Sums of integers need temporary memory, which is to be little beside a bucket.
+# Sums of integers need temporary memory, which must stay small beside a bucket.
 _MAX_ELEMENTS_AT_ONCE = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def all_elements(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """One sum of every 2**18 elements or less."""
+    """Return one sum per 2**18 elements."""
     whole = whole_slice("", values.shape)
     parts = cut(whole, -(-values.numel() // _MAX_ELEMENTS_AT_ONCE))
     patterns = (_patterns(values[part.index_within(whole)], dtype) for part in parts)
@@ -35,9 +35,9 @@ def all_elements(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def spots(shape: tuple[int, ...], version: int) -> tuple[slice, ...]:
-    """Indexes of at most 16 elements, on a grid whose place in a piece of this shape follows from the version."""
+    """Return indexes of at most 16 elements, on a grid whose position in this shape depends on the version."""
     per_dim = max(2, int(_NUM_SPOTS ** (1 / max(1, len(shape)))))
-    # Multiples of the golden ratio spread, so that each element has its turn.
+    # Multiples of the golden ratio spread evenly, so that every element is summed at some version.
     place = version * 0x9E3779B97F4A7C15 % (1 << 64)
     index = []
     for size in shape:
@@ -48,12 +48,12 @@ def spots(shape: tuple[int, ...], version: int) -> tuple[slice, ...]:
 
 
 class SwitchRecord:
-    """The digests of one switch: those of the pieces sent, and of the same pieces where they arrived."""
+    """Digests of one switch: of the pieces sent, and of the same pieces received."""
 
     def __init__(self, pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype], *, rank: int, verify: bool):
-        """`pieces` are those of the whole block, in order; `dtypes` are the generator's; `verify` sums all elements."""
+        """`pieces` are the whole block's, in order; `dtypes` are the generator's; `verify` sums all elements."""
         self.version: int | None = None
-        """of the last switch"""
+        """version of the last switch"""
         self._pieces = pieces
         self._dtypes = dtypes
         self._rank = rank
@@ -62,20 +62,20 @@ class SwitchRecord:
         self._received: dict[int, Tensor] = {}
 
     def begin(self, version: int) -> None:
-        """Starts on another switch."""
+        """Start on another switch."""
         self.version = version
         self._sent, self._received = {}, {}
 
     def add_sent(self, pieces: Iterable[Piece], held: SlicedWeights) -> None:
-        """Sums the pieces that this rank answers for."""
+        """Sum the pieces that this rank answers for."""
         self._sent |= self._digests([piece for piece in pieces if piece.contributor == self._rank], held)
 
     def add_received(self, pieces: Iterable[Piece], wanted: SlicedWeights) -> None:
-        """Sums the pieces that this rank wanted."""
+        """Sum the pieces that this rank wanted."""
         self._received |= self._digests([piece for piece in pieces if self._rank in piece.wanters], wanted)
 
     def differences(self, group: Group) -> list[str]:
-        """What arrived here otherwise than it was sent, in words. Collective over the block, whose group it is."""
+        """Describe pieces that differ from what was sent. Collective over the block, whose group is given."""
         sent = sum_over(self._sums(self._sent), group).tolist()
         received = self._sums(self._received).tolist()
         found = []
@@ -91,13 +91,13 @@ class SwitchRecord:
         return found
 
     def _digests(self, pieces: Sequence[Piece], weights: SlicedWeights) -> dict[int, Tensor]:
-        """By the piece's number: int64 [any], where the weights are, for its values once cast to its dtype."""
+        """Return digests by the piece's number: int64 [any], on the weights' device, of values cast to the dtype."""
         if self._verify:
             return {one.number: all_elements(weights.view(one.box), self._dtypes[one.box.name]) for one in pieces}
         return self._spots_of(pieces, weights)
 
     def _spots_of(self, pieces: Sequence[Piece], weights: SlicedWeights) -> dict[int, Tensor]:
-        """The bit patterns of each piece's spots, of all pieces at once: an operation on each would cost more."""
+        """The bit patterns of all pieces' spots at once, which is cheaper than an operation per piece."""
         assert self.version is not None, "begin comes first"
         alike: dict[tuple[torch.dtype, torch.dtype], dict[int, Tensor]] = {}
         for piece in pieces:
@@ -111,7 +111,7 @@ class SwitchRecord:
         return found
 
     def _sums(self, digests: Mapping[int, Tensor]) -> Tensor:
-        """int64 [pieces, 2] on the host: whether a piece has a digest, and the digest's sum."""
+        """Return int64 [pieces, 2] on the host: 1 if a piece has a digest, and the digest's sum."""
         sums = torch.zeros(len(self._pieces), 2, dtype=torch.int64)
         if digests:
             numbers, lengths = torch.tensor([(number, len(digest)) for number, digest in digests.items()]).unbind(1)
@@ -130,5 +130,5 @@ def _patterns(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weighted(numbers: Tensor, place: Tensor) -> Tensor:
-    """The numbers times an odd factor for each place: those lose no bit of a number when they wrap."""
+    """Return the numbers times an odd factor per place, which loses no bit on wrapping."""
     return numbers * (2 * place + 1)

@@ -1,4 +1,4 @@
-"""Fills a generation engine from update shards, bucket by bucket."""
+"""Filling of a generation engine from update shards, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Names = Callable[[Iterable[str]], None]
 
 @dataclass(frozen=True)
 class Watcher:
-    """Called with names of weights while a generator is filled."""
+    """Callbacks with names of weights while a generator is filled."""
 
     woken: Names
-    """weights that have their memory in the generator now"""
+    """weights whose memory in the generator is now allocated"""
     sent: Names
     """weights whose shards were sent for the last time"""
 
 
 class GeneratorFilling:
-    """The plan and its executor between one trainer and one generator. Making it is collective over the world."""
+    """Plan and executor between a trainer and a generator. Construction is collective over the world."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class GeneratorFilling:
     ):
         """`storage` is what the generator's `wake_weights` returns, empty if it wants an iterator.
 
-        What it has `kept` already is left out.
+        Weights that it has `kept` already are left out.
         """
         self._world = world
-        # A pipeline rank holds some of the layers only.
+        # A pipeline rank holds only some of the layers.
         shapes = agree_on_shapes({name: tuple(shard.global_shape) for name, shard in shards.items()})
         trained = next(iter(shards.values())).tensor
         _check_shapes(generator.weight_shapes(), shapes)
@@ -78,7 +78,7 @@ class GeneratorFilling:
         self._buckets = self._gatherer.block.buckets
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
         self._shown = {name: (box.shape, self._agreed.dtypes[name]) for name, box in self._targets.items()}
-        """What the generator's storage must look like."""
+        """Expected shapes and dtypes of the generator's storage."""
         self._record = SwitchRecord(self._pieces, self._agreed.dtypes, rank=world.rank, verify=config.verify)
         self._wanted: SlicedWeights | None = None
 
@@ -88,20 +88,20 @@ class GeneratorFilling:
 
     @property
     def targets(self) -> Mapping[str, WeightSlice]:
-        """What the generator is filled with."""
+        """Slices to fill the generator with."""
         return self._targets
 
     @cached_property
     def planned_bytes(self) -> int:
-        """What a switch moves between all ranks of the job."""
+        """Bytes that a switch moves between all ranks of the job."""
         plan = self._agreed.plan
         buckets = (bucket for block in plan.blocks for bucket in block.buckets)
         return sum(plan.num_bytes(transfer.box) for bucket in buckets for transfer in plan.transfers(bucket))
 
     def lent(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Shards that are what the generator wants of their weights, in its dtype: it may read them where they lie.
+        """Return shards that equal the generator's slices, in its dtype: it may read them in place.
 
-        They don't change meanwhile: the trainer refuses to compute until the generator sleeps.
+        They stay unchanged: the trainer refuses to compute until the generator sleeps.
         """
         return {
             name: shards[name].tensor
@@ -112,9 +112,9 @@ class GeneratorFilling:
     def run(
         self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor], *, version: int, watcher: Watcher
     ) -> Received:
-        """Fills the generator with weights of this version. Collective over the world.
+        """Fill the generator with weights of this version. Collective over the world.
 
-        The buffer is released. Raises RuntimeError on every rank if a generator doesn't take what it wants; `check`
+        Releases the buffer. Raises RuntimeError on every rank if a generator doesn't take all its weights; `check`
         compares what arrived.
         """
         refuse_together("a generator shows other storage than it wants filled", self._storage_faults(storage))
@@ -128,7 +128,7 @@ class GeneratorFilling:
             self._gatherer.release()
 
     def check(self, version: int) -> None:
-        """Raises RuntimeError on every rank unless all generators hold what was sent, at this version.
+        """Raise RuntimeError on every rank unless all generators hold what was sent, at this version.
 
         Collective over the world.
         """
@@ -140,7 +140,7 @@ class GeneratorFilling:
         refuse_together("generation weights differ from the trainer's", [*stale, *differences])
 
     def forget_storage(self) -> None:
-        """Drops the references to the generator's storage, which it is about to free."""
+        """Drop the references to the generator's storage, which it is about to free."""
         self._wanted = None
 
     def _fill_in_place(self, held: SlicedWeights, storage: Mapping[str, Tensor], watcher: Watcher) -> Received:
@@ -159,7 +159,7 @@ class GeneratorFilling:
         received: list[Received] = []
         weights = self._whole_weights(held, watcher, received)
         self._generator.load_weights(weights)
-        # Other ranks wait for the buckets that an engine didn't take.
+        # Other ranks wait for buckets that an engine didn't take.
         left = [name for name, _ in weights]
         faults = [f"{name} wasn't taken; load_weights must use up its iterator" for name in left]
         refuse_together("a generation engine stopped before it had all weights", faults)
@@ -168,7 +168,7 @@ class GeneratorFilling:
     def _whole_weights(
         self, held: SlicedWeights, watcher: Watcher, received: list[Received]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights as their last bucket arrives; a weight is dropped here once the engine takes the next."""
+        """Yield whole weights as their last bucket arrives; each is dropped once the engine takes the next."""
         arriving: dict[str, Tensor] = {}
         for index, bucket in enumerate(self._buckets):
             for name in {piece.box.name: None for piece in bucket.pieces}:
@@ -187,7 +187,7 @@ class GeneratorFilling:
         return received
 
     def _storage_faults(self, storage: Mapping[str, Tensor]) -> list[str]:
-        """Weights whose storage isn't shown as it is wanted, or is shown and never filled."""
+        """Describe weights whose storage differs from the plan, or would never be filled."""
         if self._generator.wants_iterator:
             return []
         changing = {name: tensor for name, tensor in storage.items() if name not in self._kept}
@@ -204,7 +204,7 @@ class GeneratorFilling:
 
 
 def _check_shapes(wanted: Shapes, held: Shapes) -> None:
-    """Raises ValueError unless the trainer holds every weight that the generator wants, in the same shape."""
+    """Raise ValueError unless the trainer holds every weight that the generator wants, in the same shape."""
     differing = [
         f"{name}: wanted {tuple(shape)}, held {held.get(name)}"
         for name, shape in wanted.items()
@@ -218,5 +218,5 @@ def _check_shapes(wanted: Shapes, held: Shapes) -> None:
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, in order."""
+    """Return True if a tensor is all of its storage, in order."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -37,29 +37,29 @@ class ReshardStats:
     seconds: float
     received_bytes: int = 0
     planned_bytes: int = 0
-    """what all ranks receive together, as planned"""
+    """planned bytes received by all ranks together"""
     cross_node_bytes: int = 0
-    """of the bytes received: what came from other nodes"""
+    """bytes received from other nodes"""
     move_seconds: float = 0.0
-    """of the seconds: those in which weights were moved, and left the device once they were"""
+    """time in which weights were moved and left the device"""
     swapped_bytes: int = 0
-    """freed on the device, or brought back to it"""
+    """bytes freed on the device, or brought back to it"""
     copied_bytes: int = 0
-    """of the bytes freed: those that the host had no copy of yet"""
+    """freed bytes that the host had no copy of yet"""
     returned: CopyTimes | None = None
-    """when the training state was copied back; set by the switch that waited for it"""
+    """times of the training state's copy back; set by the switch that waited for it"""
     hidden_share: float = 0.0
-    """the share of that copy's time that had passed before the switch was called"""
+    """share of that copy's time that passed before the switch was called"""
 
 
-# Giving back the pages of a small model costs more, in faults when they are used again, than the memory is worth.
+# Returning a small model's pages costs more, in later page faults, than the memory is worth.
 LEAST_BYTES_TO_RELEASE = 64 << 20
 
 State = Literal["update", "generation", "returning"]
 
 
 class ReshardingFlow:
-    """Switches this rank between the update and the generation layout."""
+    """Switch of this rank between the update and the generation layout."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ReshardingFlow:
         self._state: State = "update"
         self._filling: GeneratorFilling | None = None
         self._kept: list[str] = []
-        """weights that the generator has for good"""
+        """weights that the generator keeps for good"""
         self.swaps = swaps
         self._swap: Swap = StayingSwap(world.device, ledger)
         if swaps:
@@ -96,12 +96,12 @@ class ReshardingFlow:
         for groups in self._groups.values():
             for owner, tensors in groups.items():
                 self._swap.add_group(owner, tensors)
-        # Weights that stay as they are move once, to generators that show their storage and have the adapters too.
+        # Frozen weights move once, to generators that show their storage and have the adapters too.
         shares_adapters = POLICY.base in self._groups[POLICY] and _has_adapters(self._policy, generator)
         self._plans_left = 2 if shares_adapters else 1
 
     def to_generation(self) -> ReshardStats:
-        """Fills and wakes the generator, and frees the training state. Collective over the world.
+        """Fill and wakes the generator, and frees the training state. Collective over the world.
 
         Bucket by bucket, so the device holds at its peak about the larger of the two states and a bucket. Raises what
         `check_generation_weights` raises.
@@ -120,7 +120,7 @@ class ReshardingFlow:
         self._state = "generation"
         self.check_generation_weights()
         if self._config.verify:
-            # Sums over all elements leave their temporary memory with the allocator.
+            # Sums over all elements leave temporary memory in the allocator.
             self._give_back_memory(LEAST_BYTES_TO_RELEASE)
         return ReshardStats(
             time.perf_counter() - started,
@@ -133,7 +133,7 @@ class ReshardingFlow:
         )
 
     def _leave_without_policy_weights(self) -> Left:
-        """Frees the state of all models but the policy's weights, which leave while they are sent."""
+        """Free the state of all models but the policy's weights, which leave while they are sent."""
         left: list[Left] = []
         for role in self._trainers:
             if role.presence == "stage":
@@ -152,7 +152,7 @@ class ReshardingFlow:
         return _together(left)
 
     def check_generation_weights(self) -> None:
-        """Raises RuntimeError on every rank unless each generator holds what the trainer sent, at its update count.
+        """Raise RuntimeError on every rank unless each generator holds what the trainer sent, at its update count.
 
         Spots of every piece are compared; with `reshard.verify`, all elements. Collective over the world.
         """
@@ -161,7 +161,7 @@ class ReshardingFlow:
         self._filling.check(self._policy.update_count)
 
     def start_return(self) -> ReshardStats:
-        """Puts the generator to sleep and starts bringing the training state back in the background."""
+        """Put the generator to sleep and starts bringing the training state back in the background."""
         self._expect("generation")
         started = time.perf_counter()
         held = sum(self._generator.memory_bytes().values())
@@ -177,7 +177,7 @@ class ReshardingFlow:
         return ReshardStats(time.perf_counter() - started)
 
     def to_update(self) -> ReshardStats:
-        """Waits for the training state, if it isn't there; then the trainer may compute again."""
+        """Wait for the training state, if necessary; then the trainer may compute again."""
         started = time.perf_counter()
         if self._state == "update":
             return ReshardStats(0.0)
@@ -201,7 +201,7 @@ class ReshardingFlow:
 
     @contextmanager
     def computing(self, role: Role) -> Iterator[None]:
-        """A role of training may score inside this block, also while responses are generated if nothing is swapped."""
+        """Allow a role of training to score inside this block, even during generation if nothing is swapped."""
         trainer = self._trainers[role]
         is_generating = self._state == "generation"
         assert not (is_generating and self.swaps), f"the weights of the {role.name} are away while responses come"
@@ -212,7 +212,7 @@ class ReshardingFlow:
             trainer.weights_on_device &= not is_generating
 
     def bring(self, role: Role) -> ReshardStats:
-        """Brings the frozen weights of a role that is present in stages only to the device, if they aren't there."""
+        """Bring the frozen weights of a role that is present only in stages to the device, if necessary."""
         started, returned = time.perf_counter(), 0
         if not self._swap.is_on_device(role.weights):
             self._swap.start_return(role.weights)
@@ -221,7 +221,7 @@ class ReshardingFlow:
         return ReshardStats(time.perf_counter() - started, swapped_bytes=returned)
 
     def release(self, role: Role) -> ReshardStats:
-        """Frees what `bring` brought, if it is on the device; it is copied to the host the first time only."""
+        """Free what `bring` brought, if it is on the device; only the first time it is copied to the host."""
         started, freed = time.perf_counter(), 0
         if self._swap.is_on_device(role.weights):
             trainer = self._trainers[role]
@@ -232,7 +232,7 @@ class ReshardingFlow:
         return ReshardStats(time.perf_counter() - started, swapped_bytes=freed)
 
     def account(self) -> None:
-        """Enters what is held now into the ledger: optimizer state appears with the first update, a cache may grow."""
+        """Enter present bytes into the ledger: optimizer state appears with the first update, a cache may grow."""
         if self._state == "generation":
             self._account_generator()
         if self._state == "update":
@@ -241,18 +241,18 @@ class ReshardingFlow:
                     self._swap.account(group)
 
     def close(self) -> None:
-        """Waits for what is under way and drops the host copies."""
+        """Wait for copies under way, and drop the host copies."""
         self._swap.close()
 
     def _roles_of_training(self) -> list[Role]:
-        """The roles whose state is away while responses are generated, and only then."""
+        """Return the roles whose state is away exactly during generation."""
         return [role for role in self._trainers if role.presence == "training"]
 
     def _move_weights(self) -> tuple[Received, Left]:
-        """Fills the generator while the update weights leave; returns what was received and what left.
+        """Fill the generator while the update weights leave; returns the bytes received and those that left.
 
-        A weight's memory in the generator is taken when its first slice is due. Where a shard is the very slice that
-        the generator wants, it is lent and stays.
+        A weight's memory in the generator is allocated when its first slice is due. A shard that equals the generator's
+        slice is lent and stays.
         """
         storage, own = self._generator.wake_weights(()), self._policy.named_shards()
         shards = self._policy.shards_for(self._generator.weight_shapes())
@@ -284,15 +284,15 @@ class ReshardingFlow:
         return received, left
 
     def _plan_filling(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> None:
-        """Plan the switch that comes: the first one, or the next, which brings nothing that the generator keeps."""
+        """Plan the coming switch; after the first, one without the weights that the generator keeps."""
         world, config = self._world, self._config
         self._filling = GeneratorFilling(world, shards, self._generator, storage, config, kept=frozenset(self._kept))
         self._plans_left -= 1
 
     def _releasing(self, leaving: Sequence[Leaving]) -> Names:
-        """Moves weights out once they were sent.
+        """Move weights out once sent.
 
-        A CPU's freed memory goes back to the system in between, or it would be held beside what the generator fills.
+        A CPU's freed memory is returned to the system in between, or it would be held beside the generator's.
         """
         held = self._ledger.bytes_of(POLICY.weights) + self._ledger.bytes_of("base_weights")
 
@@ -315,7 +315,7 @@ class ReshardingFlow:
         self._ledger.set("decode_graphs", "device", held.get("decode_graphs", 0))
 
     def _give_back_memory(self, freed_bytes: int) -> None:
-        """Freed bytes must leave this process's allocator before another one, such as the KV cache's, takes them."""
+        """Return freed bytes from this process's allocator before another one, such as the KV cache's, needs them."""
         if not self._world.device.is_cpu:
             self._world.device.empty_cache()
         elif freed_bytes >= LEAST_BYTES_TO_RELEASE:
@@ -338,7 +338,7 @@ def _together(left: Sequence[Left]) -> Left:
 
 
 def groups_of(role: Role, trainer: Trainer) -> dict[str, TensorsByName]:
-    """Bytes of a role that the swap moves, by owner."""
+    """Return the tensors of a role that the swap moves, by owner."""
     groups: dict[str, TensorsByName] = {role.weights: partial(_local_tensors, trainer)}
     if role.base is not None and not all(map(trainer.updates, trainer.named_shards())):
         groups[role.weights] = partial(_local_tensors, trainer, trainer.updates)

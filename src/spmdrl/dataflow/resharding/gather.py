@@ -1,6 +1,6 @@
-"""Moves one bucket of update shards into the generation engine's storage: the executors behind the plan.
+"""Executors of the plan: move a bucket of update shards into the generation engine's storage.
 
-`exact` sends each rank only what it lacks: from storage to storage where pieces are contiguous and in the wire's dtype,
+`exact` sends each rank only what it lacks: from storage to storage if pieces are contiguous and in the wire's dtype,
 otherwise through a temporary buffer. `allgather` is the paper's: the bucket's shards are all-gathered into the buffer,
 from which each rank selects and copies (MindSpeed RL, arXiv:2507.19017, Figure 5, steps 1, 2 and 4; step 3, the swap,
 is elsewhere).
@@ -46,28 +46,28 @@ class Received:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One rank's part in the pieces of a bucket that travel in one dtype."""
+    """One rank's share of a bucket's pieces with one wire dtype."""
 
     dtype: torch.dtype
     copies: tuple[WeightSlice, ...]
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     contributions: tuple[tuple[WeightSlice, ...], ...]
-    """by position in the block"""
+    """boxes by position in the block"""
     segment_numel: int
-    """elements that the busiest rank contributes"""
+    """elements contributed by the busiest rank"""
 
     @cached_property
     def transfer_numel(self) -> int:
-        """Elements of what the rank sends, each piece once, and receives."""
+        """Number of elements that the rank sends, each piece once, and receives."""
         sent = _numel({transfer.box for transfer in self.sends})
         return sent + _numel(transfer.box for transfer in self.receives)
 
 
 class BucketGatherer:
-    """Runs the buckets of one rank's block through one reused buffer. Making it is collective over the world.
+    """Transfer of a block's buckets through one reused buffer. Construction is collective over the world.
 
-    What travels in different dtypes takes turns in the buffer, so that all of it is aligned without gaps.
+    Dtypes take turns in the buffer, so that all pieces are aligned without gaps.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BucketGatherer:
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
     ):
-        """`dtypes` are those in which weights travel; they are cast to them when sent."""
+        """`dtypes` are the wire dtypes, to which weights are cast when sent."""
         self.block = plan.block_of(rank)
         self.group = _open_group(plan, rank)
         self._rank = rank
@@ -96,20 +96,20 @@ class BucketGatherer:
         ]
         self._buffer: Tensor | None = None
         if len(self.block.ranks) > 1:
-            # Back ends that connect in a group's first call need all of its ranks there; a bucket may leave some out.
+            # Back ends that connect in a group's first call need all its ranks there; a bucket may leave some out.
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes of the temporary buffer: the largest need of any bucket on this rank, if no piece can do without."""
+        """Bytes of the temporary buffer: the largest need of any bucket on this rank, if every piece needs it."""
         return max(map(self._bytes_of, itertools.chain.from_iterable(self._exchanges)), default=0)
 
     def gather_bucket(self, index: int, held: SlicedWeights, wanted: SlicedWeights) -> Received:
-        """Fills `wanted` with the bucket's pieces and returns what came from others. Collective over the block."""
+        """Fill `wanted` with the bucket's pieces, and return the bytes from others. Collective over the block."""
         return sum((self._run(exchange, held, wanted) for exchange in self._exchanges[index]), Received())
 
     def release(self) -> None:
-        """Frees the temporary buffer; the next bucket allocates it anew."""
+        """Free the temporary buffer; the next bucket allocates it anew."""
         if self._buffer is not None:
             self._buffer.untyped_storage().resize_(0)
             self._buffer = None
@@ -117,7 +117,7 @@ class BucketGatherer:
     def _run(self, exchange: _Exchange, held: SlicedWeights, wanted: SlicedWeights) -> Received:
         for box in exchange.copies:
             source, place = held.view(box), wanted.view(box)
-            # What is lent is there already.
+            # Lent pieces are already there.
             if source.data_ptr() != place.data_ptr():
                 place.copy_(source)
         if exchange.segment_numel == 0:
@@ -130,7 +130,7 @@ class BucketGatherer:
         slots = _Slots(exchange.dtype, lambda: self._reserve(exchange))
         arriving = [(transfer, wanted.view(transfer.box)) for transfer in exchange.receives]
         messages = [(transfer, place, slots.beside(place)) for transfer, place in arriving]
-        # A piece is packed once, however many ranks it goes to.
+        # A piece is packed once for all its receivers.
         boxes = {transfer.box for transfer in exchange.sends}
         leaving = {box: slots.filled_with(held.view(box)) for box in boxes}
         operations = [dist.P2POp(dist.irecv, message, t.sender, self.group) for t, _, message in messages]
@@ -154,7 +154,7 @@ class BucketGatherer:
         return self._received([(rank, mine.nbytes) for rank in self.block.ranks if rank != self._rank])
 
     def _received(self, parts: Iterable[tuple[int, int]]) -> Received:
-        """The sum of (sender, bytes) by link."""
+        """Return the sum of (sender, bytes) by link."""
         parts, node = list(parts), self._rank // self._ranks_per_node
         same = sum(num_bytes for sender, num_bytes in parts if sender // self._ranks_per_node == node)
         return Received(same, sum(num_bytes for _, num_bytes in parts) - same)
@@ -165,7 +165,7 @@ class BucketGatherer:
         return exchange.transfer_numel * exchange.dtype.itemsize
 
     def _reserve(self, exchange: _Exchange) -> Tensor:
-        """The part of the buffer that an exchange needs, in its dtype."""
+        """Return the part of the buffer that an exchange needs, in its dtype."""
         if self._buffer is None:
             self._buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device)
         return self._buffer[: self._bytes_of(exchange)].view(exchange.dtype)
@@ -180,20 +180,20 @@ class _Slots:
         self._used = 0
 
     def beside(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if it can travel as it is, otherwise as many elements of the buffer, in its shape."""
+        """The tensor itself if it can be sent as is, otherwise a part of the buffer of its shape."""
         if tensor.dtype == self._dtype and tensor.is_contiguous():
             return tensor
         start, self._used = self._used, self._used + tensor.numel()
         return self._reserve()[start : self._used].view(tensor.shape)
 
     def filled_with(self, tensor: Tensor) -> Tensor:
-        """What travels in the tensor's place."""
+        """Return the tensor to send in this one's place."""
         slot = self.beside(tensor)
         return tensor if slot is tensor else slot.copy_(tensor)
 
 
 def _by_dtype(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> dict[torch.dtype, list[Piece]]:
-    """Pieces by the dtype in which they travel, in an order that all ranks share."""
+    """Group pieces by wire dtype, in an order that all ranks share."""
     groups: dict[torch.dtype, list[Piece]] = {}
     for piece in pieces:
         groups.setdefault(dtypes[piece.box.name], []).append(piece)
@@ -201,7 +201,7 @@ def _by_dtype(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> dic
 
 
 def _exchange_of(plan: ReshardPlan, block: Block, rank: int, dtype: torch.dtype, pieces: Sequence[Piece]) -> _Exchange:
-    """Both ends of a transfer list it in the order of the pieces, so boxes need no labels on the wire."""
+    """Build a rank's exchange; both ends list transfers in the order of pieces, so boxes need no labels."""
     transfers = [transfer for piece in pieces for transfer in piece.transfers(plan.ranks_per_node)]
     contributions: list[list[WeightSlice]] = [[] for _ in block.ranks]
     for piece in pieces:
@@ -218,7 +218,7 @@ def _exchange_of(plan: ReshardPlan, block: Block, rank: int, dtype: torch.dtype,
 
 
 def _open_group(plan: ReshardPlan, rank: int) -> dist.ProcessGroup | None:
-    """The process group of the rank's block; None is the world. Collective over the world."""
+    """Return the process group of the rank's block; None is the world. Collective over the world."""
     if len(plan.blocks) == 1:
         return None
     with closing_new_listeners():
@@ -229,7 +229,7 @@ def _open_group(plan: ReshardPlan, rank: int) -> dist.ProcessGroup | None:
 
 
 def _pack(flat: Tensor, boxes: Iterable[WeightSlice], held: SlicedWeights) -> None:
-    """Copies boxes side by side into `flat`, cast to its dtype."""
+    """Copy boxes side by side into `flat`, cast to its dtype."""
     offset = 0
     for box in boxes:
         flat[offset : offset + box.num_elements].view(box.shape).copy_(held.view(box))
@@ -239,7 +239,7 @@ def _pack(flat: Tensor, boxes: Iterable[WeightSlice], held: SlicedWeights) -> No
 def _unpack(
     flat: Tensor, boxes: Sequence[WeightSlice], wanted: SlicedWeights, *, only: set[WeightSlice] | None = None
 ) -> None:
-    """Copies boxes that lie side by side in `flat` to where they are wanted, all or `only` some."""
+    """Copy boxes that lie side by side in `flat` to their targets, all or `only` some."""
     offset = 0
     for box in boxes:
         if only is None or box in only:

@@ -13,7 +13,7 @@ from spmdrl.resources.device import Device
 
 
 class PinnedStore:
-    """Pinned slabs, copied to and from on a side stream of this store's own.
+    """Pinned slabs, copied to and from on this store's own side stream.
 
     PyTorch rounds the size of pinned memory up to a power of two, which would nearly double one large buffer. Each slab
     is a power of two itself, so that at most the last one is larger than needed.
@@ -57,7 +57,7 @@ class PinnedStore:
 
     def _copy(self, spans: Sequence[Span], *, returning: bool) -> ReturnTicket:
         module = self._device.module
-        # Kernels queued so far may still write these weights, or use the memory that the allocator just handed out.
+        # Queued kernels may still write these weights, or use memory that the allocator just handed out.
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):
             begun, copied = module.Event(enable_timing=True), module.Event(enable_timing=True)
@@ -70,7 +70,7 @@ class PinnedStore:
         return _EventTicket(self._device, begun, copied)
 
     def _parts(self, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes of a span, cut where slabs end, each with its place on the host."""
+        """Yield the bytes of a span, cut where slabs end, each with its place on the host."""
         on_device, slab_start = _bytes_tensor(span.storage), 0
         for slab in self._slabs:
             start, stop = max(span.offset, slab_start), min(span.offset + span.num_bytes, slab_start + len(slab))
@@ -90,12 +90,12 @@ class _EventTicket:
         return self._copied.query()
 
     def wait(self) -> None:
-        # Ordering the device is enough: who takes the freed memory, or reads what came back, is queued behind this.
+        # Ordering the device is enough: users of the freed memory or the returned bytes are queued behind this.
         self._device.module.current_stream().wait_event(self._copied)
 
     def times(self) -> CopyTimes:
         self._copied.synchronize()
-        # The device measures durations only; a return is queued when nothing else is.
+        # The device measures only durations; a return is queued when nothing else is.
         return CopyTimes(self._queued, self._queued + self._begun.elapsed_time(self._copied) / 1e3)
 
 

@@ -1,7 +1,6 @@
-"""The probe of a switch: trainer and generator score the same few tokens, before any is generated with the new weights.
+"""Probe of a switch: trainer and generator score the same few tokens before the new weights generate any.
 
-Checksums show that slices arrived as they were sent; the probe shows that the generator computes with them what the
-trainer does.
+Checksums show that slices arrived as sent; the probe shows that both engines compute the same with them.
 
 Shape letters: `T` packed tokens, `R` packed response tokens, which here are all but the first of each row.
 """
@@ -21,11 +20,11 @@ from spmdrl.resources.collectives import max_over
 
 Rows = Sequence[Sequence[int]]
 
-# Rounding reaches 1e-5 in float32 and some tenths in 16 bits, where unlikely tokens have coarse logits; weights in
-# wrong places show as whole nats.
+# Rounding reaches 1e-5 in float32 and some tenths in 16 bits, where unlikely tokens have coarse logits; misplaced
+# weights differ by whole nats.
 _TOLERANCE_IN_FLOAT32 = 0.01
 _TOLERANCE_IN_16_BITS = 1.0
-# In 16 bits some tokens change an expert, and are then nats apart. It is few of them, while wrong places concern all.
+# In 16 bits a few tokens change an expert and then differ by nats; misplaced weights affect all.
 _EXEMPT_OF_SPARSE_IN_16_BITS = 0.25
 
 
@@ -45,14 +44,14 @@ class RatingGenerator(Protocol):
 
 @dataclass(frozen=True)
 class Rated:
-    """Rows, and the log-probs that the trainer gives their tokens at temperature 1."""
+    """Rows with the trainer's log-probs of their tokens at temperature 1."""
 
     rows: Rows
     logprobs_R: Tensor
 
 
 class Probe:
-    """Has both sides compute the log-probs of rows of a step; each rank, or replica together, computes them all."""
+    """Comparison of both engines' log-probs of a step's rows; each rank or replica computes them all."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Probe:
     ):
         """`rows_of_step` gives the same rows of at least two tokens on every rank; `tolerance` is in nats.
 
-        Of the tokens, the `exempt_share` that are farthest apart may be beyond it.
+        The `exempt_share` of tokens that are farthest apart may exceed it.
         """
         self._trainer = trainer
         self._generator = generator
@@ -81,10 +80,10 @@ class Probe:
         return Rated(rows, self._trainer.score(packed, temperature=1.0).logprobs_R.cpu())
 
     def check(self, rated: Rated) -> float:
-        """The largest difference of a log-prob on any rank, after the switch. Collective over the world.
+        """Return the largest difference of log-probs on any rank, after the switch. Collective over the world.
 
-        Raises RuntimeError on every rank where it is beyond the tolerance, exempt tokens left out, or where the
-        trainer's own log-probs aren't finite.
+        Raises RuntimeError on every rank if it exceeds the tolerance, exempt tokens left out, or if the trainer's own
+        log-probs aren't finite.
         """
         found_R = torch.cat(self._generator.score(rated.rows)).cpu()
         distance_R = (found_R - rated.logprobs_R).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).sort().values
@@ -110,17 +109,17 @@ class Probe:
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """How far log-probs may differ where both sides compute in this dtype, in nats."""
+    """Return the tolerance of log-probs in nats if both sides compute in this dtype."""
     return _TOLERANCE_IN_FLOAT32 if dtype == torch.float32 else _TOLERANCE_IN_16_BITS
 
 
 def exempt_share(dtype: torch.dtype, *, has_experts: bool) -> float:
-    """The share of tokens that rounding in this dtype may take farther apart than the tolerance."""
+    """Return the share of tokens that may exceed the tolerance by rounding in this dtype."""
     return _EXEMPT_OF_SPARSE_IN_16_BITS if has_experts and dtype != torch.float32 else 0.0
 
 
 def probe_rows(prompts: Iterable[Sequence[int]], num_tokens: int, longest: int) -> list[list[int]]:
-    """The first prompts, cut to `num_tokens` in all; each row has 2 to `longest` tokens.
+    """Return the first prompts, cut to `num_tokens` in all; each row has 2 to `longest` tokens.
 
     A prompt of one token, after which nothing could be rated, is repeated.
     """

@@ -1,4 +1,4 @@
-"""The parts of the engines that the resharding flow calls."""
+"""Interfaces of the engines to the resharding flow."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Trainer(Protocol):
     """The part of a training engine that the flow calls."""
 
     weights_on_device: bool
-    """set by the flow; the engine refuses to compute while it is False, as that would crash the process, or change what
-    is lent to generation"""
+    """set by the flow; while False the engine refuses to compute, which would crash the process or change weights lent
+    to generation"""
 
     @property
     def update_count(self) -> int: ...
     def updates(self, weight: str) -> bool:
-        """Whether a weight of this name isn't always the same."""
+        """Return True if updates change a weight of this name."""
         ...
 
     def reshard(self) -> None: ...
     def shards_for(self, wanted: Iterable[str]) -> Mapping[str, Shard]:
-        """The shards that a generator with these weights is filled from; collective if adapters are to be merged."""
+        """The shards to fill a generator's weights from; collective if adapters must be merged."""
         ...
 
     def named_shards(self) -> Mapping[str, Shard]: ...
@@ -51,25 +51,25 @@ class Generator(Protocol):
 
     @property
     def wants_iterator(self) -> bool:
-        """Whether it takes whole weights one after the other instead of showing its storage."""
+        """True if it takes whole weights one after another instead of showing its storage."""
         ...
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the whole weights of which it wants slices."""
+        """Return shapes of the whole weights of which it wants slices."""
         ...
 
     def weight_slices(self) -> Mapping[str, WeightSlice]: ...
     def wake_weights(self, names: Iterable[str] | None = None) -> Mapping[str, Tensor]:
-        """Gives these slices, or all, their memory, and returns all slices, empty ones of weights not named yet."""
+        """Give these slices, or all, their memory, and return all slices, empty ones for weights not named yet."""
         ...
 
     def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Has it read slices where they lie until it sleeps; never called where it wants an iterator."""
+        """Read these slices in place until it sleeps; never called if it wants an iterator."""
         ...
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None: ...
     def keep_weights(self, names: Iterable[str]) -> None:
-        """Has it keep these slices, which are filled, while it sleeps; never called where it wants an iterator."""
+        """Keep these filled slices while it sleeps; never called if it wants an iterator."""
         ...
 
     def wake_cache(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Where the training state is while responses are generated: on the device beside generation's, or on the host."""
+"""Place of the training state during generation: on the device beside generation's, or on the host."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a rank holds, in bytes, at the most."""
+    """Largest bytes on a rank, by kind."""
 
     models: int
     """weights and optimizer state of all roles"""
     gradients: int
-    """of the largest trained model: one is updated at a time"""
+    """gradients of the largest trained model: one is updated at a time"""
     generation_weights: int
-    """those that it lacks during updates"""
+    """generation weights that it lacks during updates"""
     kv_cache: int
-    """for all rows that are generated at once"""
+    """KV cache of all rows generated at once"""
     bucket: int
     kept: int = 0
-    """generation weights that stay during updates, too"""
+    """generation weights that stay during updates"""
     program: int = 0
-    """what isn't the model: interpreter and libraries, where they live in the same memory"""
+    """interpreter and libraries, if they share the memory"""
 
     @property
     def together(self) -> int:
-        """The most at one time if nothing is swapped, without activations.
+        """Largest sum at one time if nothing is swapped, without activations.
 
         Gradients end with the update, before generation takes its memory.
         """
@@ -39,13 +39,13 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Residence:
-    """The decision of a run, of numbers that all ranks have agreed on."""
+    """A run's decision, from numbers that all ranks agreed on."""
 
     mode: SwapMode
     needed_bytes: int
-    """on the fullest rank, if nothing is swapped"""
+    """bytes needed on the fullest rank if nothing is swapped"""
     room_bytes: int
-    """on the rank with the least, for all of that"""
+    """bytes of room on the rank with the least"""
 
     @property
     def fits(self) -> bool:
@@ -57,7 +57,7 @@ class Residence:
 
     @property
     def sentence(self) -> str:
-        """The decision and its figures, such as `swap: never needed, 3.1 of 22 GiB`."""
+        """Decision with figures, such as `swap: never needed, 3.1 of 22 GiB`."""
         figures = f"{self.needed_bytes / _GIB:.1f} of {self.room_bytes / _GIB:.1f} GiB"
         if self.mode == "auto":
             return f"swap: never needed, {figures}" if self.fits else f"swap: at every switch, else {figures}"

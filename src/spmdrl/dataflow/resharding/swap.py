@@ -1,4 +1,4 @@
-"""Moves groups of tensors out to the host and back, really freeing their device storage in between.
+"""Swap of groups of tensors to the host and back, with their device storage really freed in between.
 
 It moves *storages*, each once: FSDP2's local shards are padded views of larger ones, and other views share them. A
 tensor keeps its identity, so modules, optimizers and DTensors stay valid, but must not be touched while it is out.
@@ -39,7 +39,7 @@ def make_host_store(device: Device, directory: Path) -> HostStore:
 
 @dataclass(frozen=True)
 class Returned:
-    """A group that is back."""
+    """A group that has returned."""
 
     num_bytes: int
     copied: CopyTimes
@@ -47,29 +47,29 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """A group that has left the device, but for tensors that stay."""
+    """A group that has left the device, except for staying tensors."""
 
     freed_bytes: int
     copied_bytes: int
-    """Of these: what the host didn't have a copy of yet."""
+    """Bytes that the host had no copy of yet."""
 
 
 @dataclass
 class _Group:
-    """One owner's tensors and where their storages are."""
+    """One owner's tensors, and the place of their storages."""
 
     owner: Owner
     tensors: TensorsByName
     store: HostStore
     state: Literal["device", "leaving", "host", "returning"] = "device"
     spans: list[Span] = field(default_factory=list)
-    """the storages while the group isn't wholly on the device; held no longer, as their owner may replace them there"""
+    """storages while the group isn't wholly on the device; dropped then, as their owner may replace them"""
     returning: ReturnTicket | None = None
     staying_bytes: int = 0
-    """of tensors that stay on the device while the others are out"""
+    """bytes of tensors that stay on the device while the others are out"""
     copied_version: int | None = None
     copied_storages: list[tuple[int, int]] = field(default_factory=list)
-    """(address, bytes) of what the host has a copy of, as it is on the device"""
+    """(address, bytes) of storages whose current content the host has"""
 
 
 class Swap:
@@ -86,13 +86,13 @@ class Swap:
         self._groups: dict[str, _Group] = {}
 
     def add_group(self, owner: Owner, tensors: TensorsByName) -> None:
-        """Adds a group; `tensors` is called at each leaving, since optimizer state appears only with the first step."""
+        """Add a group; `tensors` is called at each leaving, since optimizer state appears only with the first step."""
         assert owner not in self._groups, owner
         self._groups[owner] = _Group(owner, tensors, self._make_store(self._device, self._directory))
         self.account(owner)
 
     def account(self, owner: Owner) -> None:
-        """Enters the group's present device bytes into the ledger."""
+        """Enter the group's present device bytes into the ledger."""
         group = self._groups[owner]
         assert group.state == "device", (owner, group.state)
         held = (tensor for tensor in group.tensors().values() if _occupies(tensor, self._device))
@@ -102,10 +102,10 @@ class Swap:
         return self._groups[owner].state == "device"
 
     def leave(self, owner: Owner, *, version: int | None = None, staying: Iterable[str] = ()) -> Leaving:
-        """Starts moving a group out, part by part, but for the tensors that are `staying`, by name.
+        """Start moving a group out, part by part, but for the tensors that are `staying`, by name.
 
-        With the `version` of the last leaving the copy on the host still holds and only storage is freed. Raises
-        RuntimeError unless the group is on the device, OSError when the host has no room; then nothing was freed.
+        With the `version` of the last leaving the host's copy is still valid, and storage is only freed. Raises
+        RuntimeError unless the group is on the device, OSError if the host has no room; then nothing was freed.
         """
         group = self._groups[owner]
         if group.state != "device":
@@ -116,21 +116,21 @@ class Swap:
         return Leaving(group, going, self._ledger, version)
 
     def to_host(self, owner: Owner, *, version: int | None = None) -> Left:
-        """Moves a whole group out; see `leave`."""
+        """Move a whole group out; see `leave`."""
         return self.leave(owner, version=version).finish()
 
     def start_return(self, owner: Owner) -> None:
-        """Starts bringing a group back in the background."""
+        """Start bringing a group back in the background."""
         group = self._groups[owner]
         if group.state != "host":
             raise RuntimeError(f"{owner} can't return: it is in state {group.state!r}; move it to the host first")
         group.state = "returning"
         group.returning = group.store.read(group.spans)
-        # All of it may be on the device from here on.
+        # From here on all of it may be on the device.
         self._ledger.set(owner, "device", group.staying_bytes + sum(span.num_bytes for span in group.spans))
 
     def finish_return(self, owner: Owner) -> Returned:
-        """Waits until a group is back."""
+        """Wait until a group is back."""
         group = self._groups[owner]
         if group.returning is None:
             raise RuntimeError(f"{owner} isn't returning: it is in state {group.state!r}; call start_return first")
@@ -141,7 +141,7 @@ class Swap:
         return Returned(sum(num_bytes for _, num_bytes in group.copied_storages), ticket.times())
 
     def close(self) -> None:
-        """Waits for returns under way and drops the host copies."""
+        """Wait for returns under way, and drop the host copies."""
         for group in self._groups.values():
             if group.returning is not None:
                 self.finish_return(group.owner)
@@ -149,13 +149,13 @@ class Swap:
             self._ledger.set(group.owner, "host", 0)
 
     def _going(self, tensors: Mapping[str, Tensor], staying: Iterable[str]) -> Mapping[str, Tensor]:
-        """Those that share no storage with one that stays."""
+        """Return the tensors that share no storage with a staying one."""
         kept = {tensors[name].untyped_storage().data_ptr() for name in staying if name in tensors}
         return {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in kept}
 
 
 class StayingSwap(Swap):
-    """Has the states and refusals of a swap, but every tensor stays where it is: nothing is freed or copied."""
+    """Swap with the same states and refusals that moves nothing: every tensor stays in place."""
 
     def __init__(self, device: Device, ledger: MemoryLedger):
         super().__init__(device, ledger, Path(), make_store=lambda device, directory: NoStore())
@@ -180,7 +180,7 @@ class Leaving:
             group.copied_version = None
             ledger.set(group.owner, "host", num_bytes)
         group.spans, group.state = spans, "leaving"
-        # Tensors of one storage share the set of those among them that haven't been moved yet.
+        # Tensors of one storage share the set of names among them that haven't moved yet.
         shared: dict[int, tuple[Span, set[str]]] = {span.storage.data_ptr(): (span, set()) for span in spans}
         self._waiting = {name: shared[tensor.untyped_storage().data_ptr()] for name, tensor in tensors.items()}
         for name, (_, users) in self._waiting.items():
@@ -188,7 +188,7 @@ class Leaving:
         self._copying: list[tuple[Ticket, list[Span]]] = []
 
     def move(self, names: Iterable[str]) -> None:
-        """Moves tensors out; at most one part is still being copied when this returns."""
+        """Move tensors out; at most one part is still being copied when this returns."""
         ready = [span for span in map(self._span_without, names) if span is not None]
         self._free_copied(wait=True)
         if self._is_copied:
@@ -198,7 +198,7 @@ class Leaving:
         self._free_copied(wait=False)
 
     def finish(self) -> Left:
-        """Moves what is left and waits for all copies."""
+        """Move what is left and waits for all copies."""
         self.move(list(self._waiting))
         self._free_copied(wait=True)
         self._group.state, self._group.copied_version = "host", self._version
@@ -206,7 +206,7 @@ class Leaving:
         return Left(freed, copied_bytes=0 if self._is_copied else freed)
 
     def _span_without(self, name: str) -> Span | None:
-        """The span that can go once `name` needs it no more; None while others do, or where it isn't waiting."""
+        """Return the span that can go once `name` needs it no more; None while others do, or where it isn't waiting."""
         if name not in self._waiting:
             return None
         span, users = self._waiting.pop(name)
@@ -221,7 +221,7 @@ class Leaving:
             raise
 
     def _bring_back(self) -> None:
-        """After a failed copy, everything is on the device as before."""
+        """Restore everything on the device after a failed copy."""
         self._free_copied(wait=True)
         spans, self._group.spans = self._group.spans, []
         self._group.store.read([span for span in spans if span.storage.nbytes() != span.num_bytes]).wait()
@@ -239,17 +239,17 @@ class Leaving:
 
 
 def _on_device(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
-    """The tensors that occupy device storage."""
+    """Return the tensors that occupy device storage."""
     return {name: tensor for name, tensor in tensors.items() if _occupies(tensor, device)}
 
 
 def _occupies(tensor: Tensor, device: Device) -> bool:
-    """Whether a tensor has storage on the device: an optimizer keeps some scalars on the host."""
+    """Return True if a tensor has storage on the device; an optimizer keeps some scalars on the host."""
     return tensor.is_cpu == device.is_cpu and tensor.untyped_storage().nbytes() > 0
 
 
 def _spans_of(tensors: Mapping[str, Tensor]) -> list[Span]:
-    """One span for each distinct storage, side by side in the order of the tensors."""
+    """Return a span per distinct storage, side by side in the order of the tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
     spans, offset = [], 0
     for storage in storages.values():
@@ -273,6 +273,6 @@ def _free(spans: list[Span]) -> None:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages under these tensors."""
+    """Return the bytes of the distinct storages under these tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

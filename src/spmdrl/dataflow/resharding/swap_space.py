@@ -1,4 +1,4 @@
-"""Where swapped bytes wait: what a host side offers, and the one beside a CPU, which is a file.
+"""Host side of the swap: its interface, and a file as the one beside a CPU.
 
 A CPU's device memory *is* host memory, so bytes kept in it would free nothing: they go to an unlinked temporary file.
 """
@@ -21,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Span:
-    """A storage of `num_bytes` bytes and the place of its copy on the host."""
+    """A storage of `num_bytes` bytes, and the place of its host copy."""
 
     storage: torch.UntypedStorage = field(repr=False)
     offset: int
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class CopyTimes:
-    """When a copy began and ended, in seconds of `time.perf_counter`."""
+    """Start and end of a copy, in seconds of `time.perf_counter`."""
 
     start: float
     end: float
@@ -39,7 +39,7 @@ class CopyTimes:
         return CopyTimes(min(self.start, other.start), max(self.end, other.end))
 
     def share_before(self, moment: float) -> float:
-        """The share of the copy's time that had passed at a moment."""
+        """Return the share of the copy's time before a moment."""
         passed = min(self.end, moment) - self.start
         return max(0.0, passed / (self.end - self.start)) if self.end > self.start else 1.0
 
@@ -50,29 +50,29 @@ class Ticket(Protocol):
     def is_done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Returns when the copy has ended, or raises what it failed with."""
+        """Return when the copy has ended, or raise its error."""
 
 
 class ReturnTicket(Ticket, Protocol):
     """A copy from the host under way."""
 
     def times(self) -> CopyTimes:
-        """When it ran; waits until the copy has really ended."""
+        """Return its start and end, after waiting for the copy's real end."""
 
 
 class HostStore(Protocol):
     """The host side of one group of storages; it is kept and reused from step to step."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room for `num_bytes` in all, or raises OSError before anything is copied."""
+        """Make room for `num_bytes` in all, or raise OSError before anything is copied."""
         ...
 
     def write(self, spans: Sequence[Span]) -> Ticket:
-        """Copies storages out; they may be freed once the ticket is done."""
+        """Copy storages out; they may be freed once the ticket is done."""
         ...
 
     def read(self, spans: Sequence[Span]) -> ReturnTicket:
-        """Brings storages back to size and content in the background; they may be used after the ticket's wait."""
+        """Bring storages back in size and content in the background; they may be used after the ticket's wait."""
         ...
 
     def close(self) -> None: ...
@@ -140,7 +140,7 @@ class _Done:
 
 
 class NoStore:
-    """The host side of what never leaves the device."""
+    """Host side of tensors that never leave the device."""
 
     def reserve(self, num_bytes: int) -> None:
         assert num_bytes == 0, num_bytes
@@ -166,7 +166,8 @@ class _NothingToRead(_Done):
 
 
 class _ReadingThread:
-    """Fills storages from a file; reads release the interpreter, so that other stages compute meanwhile."""
+    """Thread that fills storages from a file; reads release the interpreter lock, so that other stages compute
+    meanwhile."""
 
     def __init__(self, file: int, spans: Sequence[Span]):
         self._file = file
@@ -207,5 +208,5 @@ class _ReadingThread:
 
 def _memory_of(span: Span) -> memoryview:
     assert span.storage.nbytes() == span.num_bytes, (span.storage.nbytes(), span.num_bytes)
-    # Not through numpy: a storage that was lent to it can't be freed in place any more.
+    # Not through numpy: a storage lent to it can no longer be freed in place.
     return memoryview((ctypes.c_char * span.num_bytes).from_address(span.storage.data_ptr())).cast("B")

@@ -1,1 +1,1 @@
-"""The resharding plan: which slice of which weight goes where, in which bucket. Integers only."""
+"""The resharding plan: sources, targets and buckets of weight slices. Integers only."""

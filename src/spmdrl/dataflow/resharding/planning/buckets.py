@@ -1,6 +1,6 @@
 """Pieces of weights and the buckets that they fill; integers only.
 
-A bucket is bounded by what it costs its busiest rank, under either executor, so that one plan serves both.
+A bucket is bounded by its cost on its busiest rank, under either executor, so that one plan serves both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spmdrl.nouns.batch import WeightSlice
 
 @dataclass(frozen=True)
 class Transfer:
-    """One piece on its way between two ranks."""
+    """Transfer of one piece between two ranks."""
 
     box: WeightSlice
     sender: int
@@ -30,20 +30,20 @@ class Piece:
     holders: tuple[int, ...]
     wanters: tuple[int, ...]
     number: int
-    """place in the block's order; it spreads the sending over the holders"""
+    """position in the block's order, which spreads sending over the holders"""
 
     @property
     def contributor(self) -> int:
-        """The one rank that sends this piece in an all-gather, and that sums its checksum."""
+        """Rank that sends this piece in an all-gather, and sums its checksum."""
         return self.holders[self.number % len(self.holders)]
 
     @property
     def is_missing(self) -> bool:
-        """Whether some rank wants it and doesn't hold it."""
+        """True if some rank wants it and doesn't hold it."""
         return any(rank not in self.holders for rank in self.wanters)
 
     def transfers(self, ranks_per_node: int) -> Iterator[Transfer]:
-        """One transfer for each wanter without it: from a holder on its node if there is one, holders taking turns."""
+        """Yield a transfer to each wanter without it, from a holder on its node if possible, holders taking turns."""
         missing = [rank for rank in self.wanters if rank not in self.holders]
         for turn, receiver in enumerate(missing, start=self.number):
             node = receiver // ranks_per_node
@@ -57,13 +57,13 @@ class Bucket:
 
     pieces: tuple[Piece, ...]
     finished: tuple[str, ...]
-    """weights that no later bucket needs: their source may leave the device"""
+    """weights not needed by later buckets: their source may leave the device"""
     num_bytes: int
-    """temporary bytes on the busiest rank, whichever executor runs; pieces a rank copies from itself count as well"""
+    """temporary bytes on the busiest rank under either executor; pieces that a rank copies from itself count too"""
 
 
 class BucketFilling:
-    """Fills the buckets of one block, piece by piece in model order."""
+    """Builder of a block's buckets, piece by piece in model order."""
 
     def __init__(self, ranks: range, bucket_bytes: int, element_bytes: Mapping[str, int], ranks_per_node: int):
         """`element_bytes` gives each weight's element size on the wire."""
@@ -77,7 +77,7 @@ class BucketFilling:
         self._closed: list[tuple[tuple[Piece, ...], int]] = []
 
     def add_weight(self, cells: list[Cell]) -> None:
-        """Adds one weight; if larger than a bucket, cell by cell in turn, so that all holders stay busy."""
+        """Add one weight; if larger than a bucket, cells in turn, so that all holders stay busy."""
         whole = _Load(len(self._ranks))
         for number, cell in enumerate(cells):
             whole.add(self._load_of(self._piece(cell.box, cell, number)))
@@ -132,7 +132,7 @@ class BucketFilling:
     def _load_of(self, piece: Piece) -> _Load:
         num_bytes = piece.box.num_elements * self._element_bytes[piece.box.name]
         load = _Load(len(self._ranks))
-        # What a rank copies from itself needs no buffer, but counts, so that a bucket stays the grain of the swap.
+        # A rank's copies from itself need no buffer, but count, so that a bucket stays the grain of the swap.
         load.moved = dict.fromkeys(piece.wanters, num_bytes)
         for transfer in piece.transfers(self._ranks_per_node):
             load.moved[transfer.sender] = load.moved.get(transfer.sender, 0) + num_bytes
@@ -142,7 +142,7 @@ class BucketFilling:
 
 
 class _Load:
-    """Temporary bytes that pieces cost each rank of a block, under either executor."""
+    """Temporary bytes of pieces on each rank of a block, under either executor."""
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
@@ -151,12 +151,12 @@ class _Load:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the busiest rank; an all-gather needs one segment per rank, each as large as the largest."""
+        """Bytes on the busiest rank; an all-gather needs equal segments per rank, as large as the largest."""
         exact = max(self.moved.values(), default=0)
         return max(exact, self._num_ranks * max(self.contributed.values(), default=0))
 
     def num_bytes_with(self, other: _Load) -> int:
-        """`num_bytes` as it were after `add(other)`."""
+        """Return `num_bytes` after a hypothetical `add(other)`."""
         exact = max((self.moved.get(rank, 0) + more for rank, more in other.moved.items()), default=0)
         segment = max((self.contributed.get(rank, 0) + more for rank, more in other.contributed.items()), default=0)
         return max(self.num_bytes, exact, self._num_ranks * segment)

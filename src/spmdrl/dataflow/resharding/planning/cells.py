@@ -1,4 +1,4 @@
-"""Geometry of weight slices: the cells on which held and wanted boxes agree, and how a box is cut into parts."""
+"""Geometry of weight slices: a common grid of held and wanted boxes, and cuts of a box into parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RankedBoxes = Iterable[tuple[int, WeightSlice]]
 
 @dataclass
 class Cell:
-    """A box that each rank holds as a whole or not at all, and likewise wants."""
+    """A box that each rank holds, and wants, whole or not at all."""
 
     box: WeightSlice
     holders: list[int] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Cell:
 
 
 def cells_of(name: str, held: RankedBoxes, wanted: RankedBoxes) -> list[Cell]:
-    """The wanted cells of one weight in row-major order: the coarsest grid that every box of both sides follows."""
+    """The wanted cells of one weight in row-major order, on the coarsest grid that fits all boxes of both sides."""
     holders, wanters = _ranks_by_box(held), _ranks_by_box(wanted)
     boxes = [*holders, *wanters]
     if not boxes:
@@ -42,7 +42,7 @@ def cells_of(name: str, held: RankedBoxes, wanted: RankedBoxes) -> list[Cell]:
 
 
 def cut(box: WeightSlice, num_parts: int) -> list[WeightSlice]:
-    """Cuts a box along dim 0, where that is too short along further dims too, into about `num_parts` equal parts."""
+    """Cut a box into about `num_parts` equal parts along dim 0, and further dims if that is too short."""
     return _cut_from(box, num_parts, dim=0)
 
 
@@ -70,7 +70,7 @@ def _cuts(boxes: Sequence[WeightSlice], dim: int) -> list[int]:
 
 
 def _indexes(box: WeightSlice, cuts: list[list[int]]) -> Iterable[tuple[int, ...]]:
-    """Grid indexes of the cells inside a box whose bounds are all among the cuts."""
+    """Return grid indexes of the cells inside a box whose bounds are all among the cuts."""
     spans = [
         range(bisect.bisect_left(along, start), bisect.bisect_left(along, stop))
         for along, start, stop in zip(cuts, box.starts, box.stops, strict=True)
@@ -85,7 +85,7 @@ def _box_at(name: str, index: tuple[int, ...], cuts: list[list[int]]) -> WeightS
 
 
 def _checked(cell: Cell) -> Cell:
-    """The cell with ranks in order; a rank may hold an element twice, but must not want it twice."""
+    """Return the cell with sorted ranks; a rank may hold an element twice, but must not want it twice."""
     cell.holders = sorted(set(cell.holders))
     if len(set(cell.wanters)) < len(cell.wanters):
         twice = sorted(rank for rank in set(cell.wanters) if cell.wanters.count(rank) > 1)
@@ -95,7 +95,7 @@ def _checked(cell: Cell) -> Cell:
 
 
 class SlicedWeights:
-    """Tensors of one rank that each hold one slice of a weight, so that any box inside a slice can be reached."""
+    """Tensors of one rank, each with a slice of a weight; any box inside a slice can be viewed."""
 
     def __init__(self, tensors: Mapping[WeightSlice, Tensor]):
         self._by_name: dict[str, list[tuple[WeightSlice, Tensor]]] = {}
@@ -104,7 +104,7 @@ class SlicedWeights:
             self._by_name.setdefault(outer.name, []).append((outer, tensor.detach()))
 
     def view(self, box: WeightSlice) -> Tensor:
-        """The box's elements, as a view."""
+        """Return the box's elements, as a view."""
         for outer, tensor in self._by_name.get(box.name, ()):
             if box == outer:
                 return tensor

@@ -1,4 +1,4 @@
-"""The resharding plan: which rank sends which slice of which weight to whom, in which bucket. Integers only.
+"""The resharding plan: senders, receivers and buckets of weight slices. Integers only.
 
 A plan is a pure function of what ranks hold and want, so every rank derives the same one. Ranks fall into *blocks*, the
 smallest runs of consecutive ranks that together hold all that they want (one replica of the update weights); weights
@@ -29,11 +29,11 @@ class Block:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Every block's buckets."""
+    """Buckets of every block."""
 
     blocks: tuple[Block, ...]
     element_bytes: Mapping[str, int]
-    """by weight, an element's size on the wire"""
+    """element size on the wire, by weight"""
     ranks_per_node: int
 
     def block_of(self, rank: int) -> Block:
@@ -44,7 +44,7 @@ class ReshardPlan:
         return box.num_elements * self.element_bytes[box.name]
 
     def transfers(self, bucket: Bucket) -> Iterator[Transfer]:
-        """All transfers of a bucket, in the order of its pieces."""
+        """Yield all transfers of a bucket, in the order of its pieces."""
         return itertools.chain.from_iterable(piece.transfers(self.ranks_per_node) for piece in bucket.pieces)
 
 
@@ -57,11 +57,11 @@ def plan_resharding(
     *,
     ranks_per_node: int | None = None,
 ) -> ReshardPlan:
-    """Plans how the slices that ranks hold (`source`) become those that they want (`target`).
+    """Plan the moves from the slices that ranks hold (`source`) to those that they want (`target`).
 
-    `shapes` gives the whole weights in model order; `element_bytes` is an element's size on the wire, of all weights or
-    by weight. Without `ranks_per_node` all ranks count as one node. Raises ValueError for slices outside their weight,
-    for wanted elements that no rank holds, and for buckets that can't take a single element.
+    `shapes` has the whole weights in model order; `element_bytes` is the element size on the wire, common or by weight.
+    Without `ranks_per_node` all ranks count as one node. Raises ValueError for slices outside their weight, for wanted
+    elements that no rank holds, and for buckets that can't take a single element.
     """
     if isinstance(element_bytes, int):
         element_bytes = dict.fromkeys(shapes, element_bytes)
@@ -79,7 +79,7 @@ def plan_resharding(
 
 
 def lendable(held: Sequence[WeightSlice], wanted: Sequence[WeightSlice]) -> frozenset[str]:
-    """Weights of which a rank holds exactly the box that it wants, and that have elements."""
+    """Return non-empty weights of which a rank holds exactly the box that it wants."""
     return frozenset(box.name for box in set(held).intersection(wanted) if box.num_elements)
 
 
@@ -87,7 +87,7 @@ _Boxes = dict[str, list[tuple[int, WeightSlice]]]
 
 
 def _by_name(slices: SlicesByRank, shapes: Shapes) -> _Boxes:
-    """(rank, slice) pairs by weight, in model order."""
+    """Return (rank, slice) pairs by weight, in model order."""
     boxes: _Boxes = {name: [] for name in shapes}
     for rank in sorted(slices):
         for box in slices[rank]:
@@ -100,7 +100,7 @@ def _by_name(slices: SlicesByRank, shapes: Shapes) -> _Boxes:
 
 
 def _cells_in(name: str, held: _Boxes, wanted: _Boxes, ranks: range) -> list[Cell]:
-    """The wanted cells of one weight as the ranks of one block see them."""
+    """Return the wanted cells of one weight as the ranks of one block see them."""
     return cells_of(
         name,
         [(rank, box) for rank, box in held[name] if rank in ranks],
@@ -109,7 +109,7 @@ def _cells_in(name: str, held: _Boxes, wanted: _Boxes, ranks: range) -> list[Cel
 
 
 def _block_size(held: _Boxes, wanted: _Boxes, num_ranks: int) -> int:
-    """The smallest divisor of the world such that each run of so many ranks holds all that it wants."""
+    """Return the smallest divisor of the world size such that each run of that many ranks holds all that it wants."""
     for size in range(1, num_ranks + 1):
         if num_ranks % size == 0 and _first_unheld(held, wanted, num_ranks, size) is None:
             return size

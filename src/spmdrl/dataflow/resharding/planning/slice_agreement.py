@@ -1,4 +1,4 @@
-"""What ranks exchange once, so that all derive the same plan: their slices, and the generator's dtypes."""
+"""One exchange of slices and the generator's dtypes, from which all ranks derive the same plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spmdrl.resources.collectives import gather_bytes, max_over
 
 @dataclass(frozen=True)
 class AgreedPlan:
-    """The plan with what must be equal on all ranks to run it."""
+    """The plan, with values that must be equal on all ranks."""
 
     plan: ReshardPlan
     shapes: Shapes
     dtypes: Mapping[str, torch.dtype]
-    """the generator's, by weight; weights travel in them"""
+    """the generator's dtypes by weight, also used on the wire"""
 
 
 def agree_on_plan(
@@ -31,7 +31,7 @@ def agree_on_plan(
     *,
     ranks_per_node: int,
 ) -> AgreedPlan:
-    """Plans from the slices that every rank holds and wants. Collective over the world.
+    """Plan from the slices that all ranks hold and want. Collective over the world.
 
     Raises ValueError when ranks want one weight in different dtypes.
     """
@@ -51,7 +51,7 @@ def agree_on_plan(
 
 
 def agree_on_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
-    """Shapes of the whole weights that any rank holds a part of, in one order. Collective over the world."""
+    """Return shapes of the whole weights that any rank holds a part of, in one order. Collective over the world."""
     shapes: dict[str, tuple[int, ...]] = {}
     for payload in gather_bytes(json.dumps(dict(held)).encode()):
         for name, shape in json.loads(payload).items():
@@ -60,7 +60,7 @@ def agree_on_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def check_same_version(update_count: int) -> None:
-    """Raises RuntimeError unless all ranks have done as many updates. Collective over the world."""
+    """Raise RuntimeError unless all ranks have done as many updates. Collective over the world."""
     most, minus_least = max_over(torch.tensor([update_count, -update_count])).tolist()
     if most != -minus_least:
         raise RuntimeError(
@@ -70,7 +70,7 @@ def check_same_version(update_count: int) -> None:
 
 
 def refuse_together(what: str, faults: Sequence[str]) -> None:
-    """Raises RuntimeError on every rank if any found faults. Collective over the world."""
+    """Raise RuntimeError on every rank if any found faults. Collective over the world."""
     worst = int(max_over(torch.tensor([len(faults)])))
     if worst:
         here = "; ".join(faults[:3]) or "none on this rank"

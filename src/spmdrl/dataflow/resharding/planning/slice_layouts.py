@@ -1,7 +1,7 @@
-"""Which box of each weight a rank holds under an update layout and wants under a generation layout. Integers only.
+"""Boxes of weights that a rank holds under an update layout and wants under a generation layout. Integers only.
 
-A `ParameterTable` holds how each weight may be cut, a layout among how many ranks. Update layouts are cut as the
-training engine does it: layers over the pipeline, experts, the tensor axis, and what is left in FSDP2's chunks.
+A `ParameterTable` has rules for cutting weights, a layout the numbers of ranks. Update layouts are cut like the
+training engine's: layers over the pipeline, experts, the tensor axis, and the rest in FSDP2's chunks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Where a weight is needed, and how it may be cut."""
+    """Places that need a weight, and rules for cutting it."""
 
     shape: tuple[int, ...]
     layer: int | None = None
-    """The layer that it belongs to, where it belongs to one."""
+    """Layer that it belongs to, if any."""
     embeds: bool = False
-    """Whether the stage with the first layer needs it."""
+    """True if the stage with the first layer needs it."""
     heads: bool = False
-    """Whether the stage with the last layer needs it."""
+    """True if the stage with the last layer needs it."""
     tensor: TensorCut | None = None
     is_expert: bool = False
-    """Whether dim 0 counts experts."""
+    """True if dim 0 counts experts."""
     is_buffer: bool = False
-    """Whether it is no parameter, so that FSDP2 leaves it whole."""
+    """True if it is no parameter, so that FSDP2 leaves it whole."""
 
     def is_in(self, span: LayerSpan) -> bool:
         in_layers = self.layer is not None and span.first <= self.layer < span.stop
@@ -53,7 +53,7 @@ class ParameterTable:
 
 
 def parameter_table(config: DecoderConfig) -> ParameterTable:
-    """The table of a decoder's weights."""
+    """Return the table of a decoder's weights."""
     with torch.device("meta"):
         decoder = Decoder(config)
     buffers = {name for name, _ in decoder.named_buffers()}
@@ -65,7 +65,7 @@ def parameter_table(config: DecoderConfig) -> ParameterTable:
 
 
 def update_slices(table: ParameterTable, layout: UpdateLayout, rank: int) -> list[WeightSlice]:
-    """What a rank holds under a fitted update layout, in the table's order; boxes may be empty."""
+    """Return a rank's boxes under a fitted update layout, in the table's order; boxes may be empty."""
     outer, tensor = divmod(rank, layout.tensor)
     pipeline, place = divmod(outer, layout.data * layout.shard * layout.context)
     spans = layer_spans(table.num_layers, layout.pipeline * layout.pipeline_chunks)
@@ -89,7 +89,7 @@ def update_slices(table: ParameterTable, layout: UpdateLayout, rank: int) -> lis
 
 
 def generation_slices(table: ParameterTable, layout: GenerationLayout, rank: int) -> list[WeightSlice]:
-    """What a rank wants to generate with, in the table's order; degrees that don't divide leave last ranks less."""
+    """Return a rank's boxes for generation, in the table's order; uneven degrees give the last ranks less."""
     slices = []
     _, place = layout.place(rank)
     for name, rule in table.rules.items():
@@ -106,7 +106,7 @@ def _chunk(box: WeightSlice, dim: int, num_ranks: int, rank: int) -> WeightSlice
 
 
 def _tensor_part(box: WeightSlice, rule: WeightRule, num_ranks: int, rank: int) -> WeightSlice:
-    """What a place on the tensor axis has of a box that is whole along the dim that is cut."""
+    """Return a tensor rank's part of a box that is whole along the cut dim."""
     if rule.tensor is None:
         return box
     return box.narrowed(rule.tensor.dim, *rule.tensor.interval(box.shape[rule.tensor.dim], num_ranks, rank))
@@ -115,10 +115,10 @@ def _tensor_part(box: WeightSlice, rule: WeightRule, num_ranks: int, rank: int) 
 def fitted_stride(
     table: ParameterTable, update: UpdateLayout, generation: GenerationLayout, ranks_per_node: int
 ) -> GenerationLayout:
-    """The generation layout with a distance between the ranks of an engine, where that was left open.
+    """Return the generation layout with a stride between an engine's ranks if it was left open.
 
-    It is the one at which all ranks together hold most of what they will want, of those that keep an engine on as few
-    nodes as neighbouring ranks would. `update` is a fitted layout.
+    Of the strides that keep an engine on as few nodes as neighbouring ranks would, it is the one at which ranks already
+    hold most of what they want. `update` is a fitted layout.
     """
     if generation.tensor_stride:
         return generation
@@ -136,20 +136,20 @@ def fitted_stride(
 
 
 def _num_shared(held: Mapping[str, WeightSlice], wanted: Iterable[WeightSlice]) -> int:
-    """Elements that are both held and wanted."""
+    """Count elements that are both held and wanted."""
     shared = (held[box.name].intersect(box) for box in wanted if box.name in held)
     return sum(box.num_elements for box in shared if box is not None)
 
 
 def _rule(config: DecoderConfig, name: str, shape: tuple[int, ...], *, is_buffer: bool) -> WeightRule:
-    """The rule that follows from a weight's name."""
+    """Return the rule that follows from a weight's name."""
     parts = name.split(".")
     is_layer, is_embedding = "layers" in parts, parts[-2] == "embed_tokens"
     return WeightRule(
         shape,
         layer=int(parts[parts.index("layers") + 1]) if is_layer else None,
         embeds=is_embedding,
-        # A tied head keeps an embedding of its own.
+        # A tied head keeps its own embedding.
         heads=config.tied_head if is_embedding else not is_layer,
         tensor=tensor_cut(config, name, shape),
         is_expert=is_of_experts(name),
