@@ -62,7 +62,13 @@ def test_the_policy_waits_for_the_critics_warmup_and_is_trained_after_it(whole):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("reference", "critic"), [("tensor", "data"), ("data", "pipeline"), ("shard", "tensor")])
+@pytest.mark.parametrize(
+    ("reference", "critic"),
+    [
+        ("tensor", "data"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("data", "pipeline"), ("shard", "tensor"))),
+    ],
+)
 def test_a_reference_and_a_critic_with_layouts_of_their_own_are_as_under_the_policys(
     whole, tmp_path, reference, critic
 ):

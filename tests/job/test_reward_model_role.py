@@ -66,7 +66,11 @@ def test_the_scores_are_those_of_transformers_and_a_part_of_the_reward(judge, wh
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("layout", "swap"), [("{tensor: 2}", "always"), ("{data: 2}", "never"), ("{pipeline: 2}", "never")]
+    ("layout", "swap"),
+    [
+        ("{tensor: 2}", "always"),
+        *(pytest.param(layout, "never", marks=pytest.mark.slow) for layout in ("{data: 2}", "{pipeline: 2}")),
+    ],
 )
 def test_under_a_layout_of_its_own_it_scores_as_under_the_policys(judge, whole, tmp_path, layout, swap):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]

@@ -63,7 +63,11 @@ def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("layout", "shown", "swap"),
-    [("{tensor: 2}", "tensor 2", "always"), ("{data: 2}", "data 2", "never"), ("{pipeline: 2}", "pipeline 2", "never")],
+    [
+        ("{pipeline: 2}", "pipeline 2", "never"),
+        pytest.param("{tensor: 2}", "tensor 2", "always", marks=pytest.mark.slow),
+        pytest.param("{data: 2}", "data 2", "never", marks=pytest.mark.slow),
+    ],
 )
 def test_a_teacher_with_a_layout_of_its_own_rates_as_under_the_policys(teacher, whole, tmp_path, layout, shown, swap):
     settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
