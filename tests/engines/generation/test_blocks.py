@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdrl.engines.generation.native.blocks import BlockPool
+from spmdrl.engines.generation.native.paged import BlockPool
 
 
 def test_blocks_are_given_once_and_come_back():

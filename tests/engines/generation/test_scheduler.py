@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.engines.generation.native.blocks import BlockPool
+from spmdrl.engines.generation.native.paged import BlockPool
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
 from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import PartialResponse, Request

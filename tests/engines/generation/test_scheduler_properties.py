@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.native.blocks import BlockPool
+from spmdrl.engines.generation.native.paged import BlockPool
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import Request

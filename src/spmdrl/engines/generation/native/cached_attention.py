@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
-from spmdrl.engines.generation.native.paged import PagedCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, PagedCache
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.nouns.batch import offsets_of

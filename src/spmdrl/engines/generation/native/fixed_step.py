@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
 from spmdrl.engines.generation.native.cached_attention import DecodeAttention
-from spmdrl.engines.generation.native.paged import PagedCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, PagedCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
 from spmdrl.engines.models.layers import Attend

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.generation.native.blocks import SCRATCH_BLOCK
 from spmdrl.engines.generation.native.cached_attention import (
     DecodeAttention,
     PrefillAttention,
     Span,
 )
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
-from spmdrl.engines.generation.native.paged import CacheShape, PagedCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, CacheShape, PagedCache
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, Chunk, FedToken
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops

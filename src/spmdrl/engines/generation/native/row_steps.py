@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.blocks import BlockPool
 from spmdrl.engines.generation.native.forward import CachedDecoder
+from spmdrl.engines.generation.native.paged import BlockPool
 from spmdrl.engines.generation.native.running_rows import Row, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.native.scheduler import Admitted, Scheduler

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spmdrl.engines.generation.native.blocks import BlockPool, PrefixCache
+from spmdrl.engines.generation.native.paged import BlockPool, PrefixCache
 from spmdrl.engines.generation.native.running_rows import Admission, Branch, Chunk, Group, Row, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
