@@ -1,1 +1,2 @@
-"""The sample flow, a distributed transfer dock: a warehouse a node, a controller a worker state in every rank."""
+"""The sample flow, a distributed transfer dock: a warehouse per node, and on every rank a controller per worker
+state."""

@@ -53,7 +53,7 @@ class CarriedGroups:
         return self.rules.max_rounds > 1 or bool(self.known)
 
     def of_step(self, step: int) -> StepGroups:
-        """The groups of the next step, the same on every rank."""
+        """Return the groups of the next step, the same on every rank."""
         if step != self._step:
             self._step, self._at_start = step, (self.known, self.num_passed, self._responses)
         return groups_of_step(self.known, step, self.rules, self.num_passed)
@@ -120,7 +120,7 @@ def _write_responses(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
 
 
 def _read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:
-    """The responses of these groups, by any rank."""
+    """Return the responses of these groups, by any rank."""
     out: dict[int, Batch] = {}
     for path in sorted(folder.glob(_RESPONSES)) if serials else ():
         with safe_open(path, framework="pt") as file:

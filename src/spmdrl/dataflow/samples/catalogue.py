@@ -1,4 +1,4 @@
-"""News of rows, and the catalogue that observes them: what is true of a row whatever the worker state."""
+"""News of rows, and the catalogue that observes them: facts about rows that hold for all worker states."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _no_places() -> Integers:
 
 @dataclass(frozen=True)
 class RowMetadata:
-    """News of rows: which columns they got, how long the ragged ones are, and where they were stored.
+    """News of rows: their new columns, lengths of ragged ones, and places in memory.
 
-    rows [B]; columns is a mask of schema bits; lengths maps each ragged column whose lengths aren't those of another
-    column to int64 [B]. places [frames, 4] are the frames in memory that the ranks of a node share which hold these
-    rows one after the other: writer, start, bytes and number of rows of each; none where a rank is alone on its node.
+    rows [B]; columns is a mask of schema bits; lengths maps each ragged column with lengths of its own to int64 [B].
+    places [frames, 4] are the frames in the node's shared memory that hold these rows in order: writer, start, bytes
+    and number of rows of each; none if a rank is alone on its node.
     """
 
     rows: Integers
@@ -36,7 +36,7 @@ class RowMetadata:
 
 @dataclass(frozen=True)
 class RowDrop:
-    """News of rows that won't be trained on, and why."""
+    """News of rows that won't be trained on, with the reason."""
 
     rows: Integers
     reason: str
@@ -56,13 +56,13 @@ def metadata_of(batch: Batch, place: Sequence[int] | None = None) -> RowMetadata
 
 @functools.lru_cache
 def announced_lengths(columns: int) -> tuple[str, ...]:
-    """The columns of this mask whose row lengths travel in metadata, in schema order."""
+    """Return the columns of this mask whose row lengths travel in metadata, in schema order."""
     ragged = [name for name in names_of_mask(columns) if rule_of(name).column.ragged]
     return tuple(name for name in ragged if length_column(name) == name)
 
 
 def joined(news: Iterable[News]) -> list[News]:
-    """The same news in as few entries as possible: metadata of the same columns, and drops for the same reason."""
+    """The news in as few entries as possible: metadata of the same columns, and drops for the same reason, joined."""
     metadata: dict[int, list[RowMetadata]] = {}
     drops: dict[str, list[RowDrop]] = {}
     for entry in news:
@@ -90,7 +90,7 @@ def _join(entries: list[RowMetadata]) -> RowMetadata:
 class Catalogue:
     """Homes, columns, lengths and drops of rows; row r belongs to group r // group_size, which has one home.
 
-    Its content is a function of the news that it observed, not of their order.
+    Its content depends on the observed news, not on their order.
     """
 
     def __init__(self, homes: Integers, group_size: int = 1):
@@ -101,7 +101,7 @@ class Catalogue:
         self.num_rows = num_rows = homes.size
         self.group_size = group_size
         self.version = 0
-        """changes whenever news come in, so that answers can be kept until then"""
+        """changes with all news, so that answers can be cached until then"""
         self.columns: Integers = np.zeros(num_rows, dtype=np.int64)
         """a mask of schema bits per row"""
         self._lengths: dict[str, Integers] = {}
@@ -109,48 +109,48 @@ class Catalogue:
         self._reason: Integers = np.full(num_rows, _NOT_DROPPED, dtype=np.int64)
 
     def observe(self, entry: News) -> None:
-        """Record columns or drops. Raises ValueError, and records nothing, for news that contradict each other."""
+        """Record columns or drops. Raises ValueError, and records nothing, for contradictory news."""
         if isinstance(entry, RowDrop):
             self.drop(entry.rows, entry.reason)
         else:
             self._add_columns(entry)
 
     def drop(self, rows: ArrayLike, reason: str) -> None:
-        """Take rows out of play for good. Of several reasons the first in the alphabet stays."""
+        """Drop rows for good. Of several reasons the alphabetically first stays."""
         index = self._within(rows)
         if reason not in self._reasons:
             self._reasons.append(reason)
-        # The last entry stands for rows that weren't dropped before: it is what _NOT_DROPPED picks.
+        # The last entry, at index _NOT_DROPPED, stands for rows that weren't dropped before.
         gives_way = np.array([reason < known for known in self._reasons] + [True])
         self._reason[index[gives_way[self._reason[index]]]] = self._reasons.index(reason)
         self.version += 1
 
     @property
     def is_dropped(self) -> NDArray[np.bool_]:
-        """Whether each row was dropped [num_rows]."""
+        """True for each dropped row [num_rows]."""
         return self._reason != _NOT_DROPPED
 
     def lengths(self, name: str, rows: Integers | None = None) -> Integers:
-        """Lengths of all rows [num_rows] or some [B] of a ragged column, -1 where it isn't there yet."""
+        """Return lengths of all rows [num_rows] or some [B] in a ragged column, -1 if not yet there."""
         index = slice(None) if rows is None else rows
         present = (self.columns[index] & columns_mask([name])) != 0
         return np.where(present, self._lengths_of(length_column(name))[index], -1)
 
     def num_values(self, name: str, rows: Integers) -> Integers:
-        """Values of some rows [B] in a ragged column, 0 where it isn't there yet."""
+        """Return numbers of values of some rows [B] in a ragged column, 0 if not yet there."""
         return self._lengths_of(length_column(name)).take(rows)
 
     def num_dropped(self, rows: Integers) -> dict[str, int]:
-        """How many of these dropped rows were dropped for which reason."""
+        """Count these dropped rows by reason."""
         counts = np.bincount(self._reason[rows], minlength=len(self._reasons)).tolist()
         return {reason: count for reason, count in sorted(zip(self._reasons, counts, strict=True)) if count}
 
     def rows_by_reason(self) -> Mapping[str, Integers]:
-        """The rows that were dropped for each reason."""
+        """Return the rows that were dropped for each reason."""
         return {reason: np.flatnonzero(self._reason == code) for code, reason in enumerate(self._reasons)}
 
     def checked(self, rows: ArrayLike) -> Integers:
-        """Row numbers as an array. Raises ValueError for one outside of the batch, or named twice."""
+        """Return row numbers as an array. Raises ValueError for one outside of the batch, or repeated."""
         index = self._within(rows)
         twice = self._named_twice(index)
         if twice is not None:
@@ -187,7 +187,7 @@ class Catalogue:
         return self._lengths.setdefault(name, np.zeros(self.num_rows, dtype=np.int64))
 
     def _named_twice(self, rows: Integers) -> int | None:
-        """A row that is named more than once, if there is one."""
+        """Return a repeated row, if any."""
         seen = np.zeros(self.num_rows, dtype=np.bool_)
         seen[rows] = True
         if np.count_nonzero(seen) == rows.size:

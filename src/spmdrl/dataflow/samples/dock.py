@@ -1,4 +1,4 @@
-"""The transfer dock: opens a batch of samples for a step, and accounts for every row when the step ends."""
+"""The transfer dock, which opens a batch of samples for a step, and accounts for every row at the step's end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from spmdrl.resources.world import World
 
 
 class TransferDock:
-    """Opens and closes batches of samples, one at a time. Building it is collective over all ranks.
+    """Dock with one open batch of samples at a time. Construction is collective over all ranks.
 
-    As a context manager it leaves in order, or without waiting after an error.
-    `needs_by_state` names the columns that each worker state of the run reads, the update's included; `cost` is what
-    ranks get equal shares of; `row_groups` names the states in which ranks work on the same rows, `whole_groups` those
-    in which a rank gets all rows that are left of a prompt; with `shares_prompts` a rank computes the prompt of a
-    group's rows once. Each batch adds its response lengths to `history`.
+    As a context manager it leaves in order, or after an error without waiting. `needs_by_state` has the columns that
+    each worker state of the run reads, the update's included; `cost` is the quantity shared out equally; `row_groups`
+    has the states in which ranks work on the same rows, `whole_groups` those in which a rank gets all remaining rows of
+    a prompt; with `shares_prompts` a rank computes the prompt of a group's rows once. Each batch adds its response
+    lengths to `history`.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class TransferDock:
         return self._parts.warehouse.held_bytes
 
     def open_batch(self, step: int, prompts: Sequence[Prompt], group_size: int, holders: Sequence[int] = ()) -> Samples:
-        """Samples of a step: `group_size` responses to each prompt, the same on every rank. Nothing is communicated.
+        """Open the samples of a step: `group_size` responses to each prompt, the same on every rank. Local.
 
-        The first groups may have been begun in an earlier step, on the ranks `holders`, which go on with them.
+        The first groups may be pending ones, which the ranks `holders` continue.
         """
         if self._open is not None:
             raise ValueError(f"the batch of step {self._open.step} is still open; close it before opening step {step}")
@@ -91,10 +91,9 @@ class TransferDock:
         return self._open
 
     def close_batch(self, samples: Samples) -> Accounting:
-        """Check that each row was trained, dropped or deferred, then forget them all. Collective over all ranks.
+        """Check that each row was trained, dropped or deferred, then forget all. Collective over all ranks.
 
-        Raises RuntimeError for a row that is unaccounted for, with what it waits for. Batches returned by `take`
-        become invalid.
+        Raises RuntimeError for an unaccounted row, with its missing columns. Batches returned by `take` become invalid.
         """
         assert samples is self._open, f"step {samples.step} isn't the open batch"
         rows = samples.rows
@@ -104,8 +103,8 @@ class TransferDock:
         barrier()
         self._parts.warehouse.clear()
         if self._parts.world.num_nodes > 1:
-            # A fast rank must not store rows of the next batch in another node before that one has begun it. On its
-            # own node it stores into its own file, which others read from the next commit on.
+            # A fast rank must not store rows of the next batch on another node before that one has begun it. On its own
+            # node it stores into its own file, which others read only after the next commit.
             barrier()
         self._open = None
         return accounting

@@ -71,7 +71,7 @@ class StepGroups:
 
 
 def groups_of_step(carried: Sequence[CarriedGroup], step: int, rules: RoundRules, num_passed: int = 0) -> StepGroups:
-    """The groups of a step, counted from 1, before which `carried` was left over; with refills all it may begin.
+    """Return the groups of a step, counted from 1, before which `carried` was left over; with refills all it may begin.
 
     The earlier steps began (step - 1) * num_wanted groups, those carried, and `num_passed` others.
     """

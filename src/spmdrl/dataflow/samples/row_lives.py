@@ -1,4 +1,4 @@
-"""The lives of a batch's rows: one catalogue and a controller per worker state, the same in every rank.
+"""Lives of a batch's rows: one catalogue and a controller per worker state, the same on every rank.
 
 Nothing here communicates. Ranks that observed the same news and made the same claims agree on every row.
 """
@@ -17,12 +17,12 @@ from spmdrl.dataflow.samples.schema import mask_of, names_of_mask
 from spmdrl.nouns.batch import Integers, WorkerState
 
 DEFERRED = "deferred"
-"""The reason for which a row leaves its batch without being lost: it goes on in the batch of a later step."""
+"""Drop reason of a row that isn't lost, but continues in a later step's batch."""
 TRAINED = "trained"
 
 
 class RowStatus(enum.IntEnum):
-    """Where a row stands for one worker state; a drop counts once no rank holds the row."""
+    """Status of a row for one worker state; a drop counts once no rank holds the row."""
 
     WAITING = 0
     CLAIMED = 1
@@ -31,10 +31,9 @@ class RowStatus(enum.IntEnum):
 
 
 class Controller:
-    """Tracks, for one worker state, which rows are usable: absent -> ready -> claimed -> consumed.
+    """Status of all rows for one worker state: absent -> ready -> claimed -> consumed.
 
-    A row that is dropped while it is claimed may still be consumed, so that it makes no difference which of the two is
-    announced first.
+    A row dropped while claimed may still be consumed, so that the order of the two announcements doesn't matter.
     """
 
     def __init__(self, state: WorkerState, needs: frozenset[str], catalogue: Catalogue):
@@ -44,15 +43,15 @@ class Controller:
         self._needs_mask = mask_of(needs)
         self._held = np.full(catalogue.num_rows, RowStatus.WAITING, dtype=np.int8)
         self._num_changes = 0
-        # Kept answers, and the versions of catalogue and claims that they are for.
+        # Cached answers, with their versions of catalogue and claims.
         self._ready: NDArray[np.bool_] = np.zeros(catalogue.num_rows, dtype=np.bool_)
         self._ready_rows: dict[bool, Integers] = {}
         self._answered_at = (-1, -1)
 
     def ready_rows(self, *, by_group: bool = False) -> Integers:
-        """Rows that may be claimed, ascending; `by_group`: only of groups whose undropped rows are all ready.
+        """Return claimable rows, ascending; `by_group`: only of groups whose undropped rows are all ready.
 
-        The answer is kept until something changes, and can't be written to.
+        The answer is cached until something changes, and read-only.
         """
         ready = self._is_ready()
         if by_group not in self._ready_rows:
@@ -75,11 +74,11 @@ class Controller:
         self._hold(self._claimed(rows), RowStatus.CONSUMED)
 
     def resume(self, rows: ArrayLike) -> None:
-        """Start where a saved controller stood, which had consumed these rows."""
+        """Restore a saved controller, which had consumed these rows."""
         self._hold(self._catalogue.checked(rows), RowStatus.CONSUMED)
 
     def rows_with(self, status: RowStatus) -> Integers:
-        """Rows of this status, ascending."""
+        """Return rows of this status, ascending."""
         if status is RowStatus.CLAIMED or status is RowStatus.CONSUMED:
             return np.flatnonzero(self._held == int(status))
         is_free, is_dropped = self._held == int(RowStatus.WAITING), self._catalogue.is_dropped
@@ -91,11 +90,11 @@ class Controller:
         return RowStatus.DROPPED if is_out else held
 
     def missing_columns(self, row: int) -> list[str]:
-        """What this state needs of a row and isn't there yet, in schema order."""
+        """Return the columns that this state needs and a row lacks, in schema order."""
         return names_of_mask(self._needs_mask & ~int(self._catalogue.columns[row]))
 
     def describe(self, row: int) -> str:
-        """Where a row stands for this state, to follow 'row 5 ' in a message."""
+        """Describe a row's status for this state, to follow 'row 5 ' in a message."""
         status = self.status(row)
         if status is not RowStatus.WAITING:
             return f"is {status.name.lower()} for {self.state.value}"
@@ -105,7 +104,7 @@ class Controller:
         return f"is ready for {self.state.value}"
 
     def _is_ready(self) -> NDArray[np.bool_]:
-        """Whether each row may be claimed [num_rows], worked out anew only if something has changed."""
+        """Return True for each claimable row [num_rows], recomputed only after changes."""
         now = (self._catalogue.version, self._num_changes)
         if now != self._answered_at:
             complete = (self._catalogue.columns & self._needs_mask) == self._needs_mask
@@ -115,7 +114,7 @@ class Controller:
         return self._ready
 
     def _settled_groups(self, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each row's group waits for nothing more: its rows are ready, or dropped and held by no rank."""
+        """Return True for rows of groups that wait for nothing: all rows ready, or dropped and not held."""
         settled = ready | ((self._held == RowStatus.WAITING) & self._catalogue.is_dropped)
         size = self._catalogue.group_size
         return settled.reshape(-1, size).all(axis=1).repeat(size)
@@ -136,24 +135,24 @@ class Controller:
 
 @dataclass(frozen=True)
 class Accounting:
-    """What became of the rows of a batch; every row is in exactly one place."""
+    """Outcome of a batch's rows; every row is in exactly one place."""
 
     step: int
     num_trained: int
     num_dropped: Mapping[str, int]
-    """Rows by the reason for which they were dropped."""
+    """Rows by the reason of their drop."""
     num_deferred: int
-    """Rows that go on in a later step."""
+    """Rows that continue in a later step."""
     num_pending: int
     fates: tuple[str, ...] = ()
-    """Of each row, once all are settled: trained, the reason for which it was dropped, or deferred."""
+    """Outcome of each row, once all are settled: trained, the reason of its drop, or deferred."""
 
 
 class RowLives:
-    """Where every row of a step's batch stands for every worker state. It doesn't communicate.
+    """Status of every row of a step's batch for every worker state, without communication.
 
-    A row that the update consumed is trained, and stays so; another one that a rank dropped is dropped, or deferred
-    if it was for that reason; the rest is pending.
+    A row that the update consumed stays trained; any other dropped row is dropped, or deferred if that is the reason;
+    the rest is pending.
     """
 
     def __init__(
@@ -165,12 +164,12 @@ class RowLives:
         self.controllers = {state: Controller(state, needs, self.catalogue) for state, needs in needs_by_state.items()}
 
     def observe(self, news: Iterable[News]) -> None:
-        """Apply news, in any order. Raises ValueError for news that contradict each other."""
+        """Apply news, in any order. Raises ValueError for contradictory news."""
         for entry in joined(news):
             self.catalogue.observe(entry)
 
     def claim(self, state: WorkerState, rows: ArrayLike) -> None:
-        """Rows of all takers go ready -> claimed. Raises ValueError if one isn't ready."""
+        """Move rows of all takers from ready to claimed. Raises ValueError if one isn't ready."""
         self.controllers[state].claim(rows)
 
     def finish(self, state: WorkerState) -> None:
@@ -188,7 +187,7 @@ class RowLives:
         return np.flatnonzero(is_dropped)
 
     def deferred_rows(self) -> Integers:
-        """Rows that go on in a later step, ascending."""
+        """Rows that continue in a later step, ascending."""
         deferred = self.catalogue.rows_by_reason().get(DEFERRED, np.empty(0, dtype=np.int64))
         return deferred[~np.isin(deferred, self.trained_rows())]
 
@@ -199,14 +198,14 @@ class RowLives:
         return np.flatnonzero(~is_settled)
 
     def account(self) -> Accounting:
-        """Where every row stands now."""
+        """Return the present outcome of every row."""
         dropped = self.catalogue.num_dropped(self.dropped_rows())
         return Accounting(
             self.step, self.trained_rows().size, dropped, self.deferred_rows().size, self.pending_rows().size
         )
 
     def settled(self) -> Accounting:
-        """Where every row ended. Raises RuntimeError if one is still pending, with what it waits for."""
+        """Return the final outcome of every row. Raises RuntimeError if one is pending, with its missing columns."""
         pending = self.pending_rows()
         if pending.size:
             raise RuntimeError(

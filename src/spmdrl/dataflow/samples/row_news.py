@@ -1,7 +1,7 @@
-"""The bytes in which ranks exchange news of rows.
+"""Encoding of row news between ranks.
 
-A message is a zlib stream: a line of JSON that lists the entries, then their arrays as int64, of row numbers the
-differences between neighbours. Most of these bytes are zeros, and a row takes one to three of a message.
+A message is a zlib stream: a line of JSON that lists the entries, then their arrays as int64, row numbers as
+differences between neighbours. Most of these bytes are zeros; a row takes one to three compressed bytes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from spmdrl.resources.collectives import gather_and_agree
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What all ranks published."""
+    """News that all ranks published."""
 
     news: list[News]
     received_bytes: int
-    """from other ranks"""
+    """bytes from other ranks"""
     stop_reason: str | None
-    """what asked a rank to stop"""
+    """reason for which a rank was asked to stop"""
 
 
 def exchanged(news: Iterable[News]) -> Exchanged:
-    """All ranks' news. Collective over all ranks."""
+    """Return all ranks' news. Collective over all ranks."""
     packed = pack_news(joined(news))
     gathered, stop_reason = gather_and_agree(packed)
     received_bytes = sum(map(len, gathered)) - len(packed)
@@ -39,7 +39,7 @@ def exchanged(news: Iterable[News]) -> Exchanged:
 
 
 def pack_news(news: Iterable[News]) -> bytes:
-    """Any number of news as one message; `joined` news take the least room."""
+    """Encode news as one message; `joined` news take the least room."""
     heads: list[list[object]] = []
     arrays: list[Integers] = []
     for entry in news:
@@ -55,7 +55,7 @@ def pack_news(news: Iterable[News]) -> bytes:
 
 
 def unpack_news(message: bytes) -> list[News]:
-    """What `pack_news` packed. Raises ValueError for other bytes."""
+    """Decode a message of `pack_news`. Raises ValueError for other bytes."""
     news: list[News] = []
     try:
         head, _, content = zlib.decompress(message).partition(b"\n")

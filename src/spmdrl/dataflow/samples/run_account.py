@@ -1,7 +1,7 @@
-"""Where every row of a run is: trained in one step, dropped for one reason, or pending; a part of each checkpoint.
+"""Account of a run's rows: trained in one step, dropped for one reason, or pending; a part of each checkpoint.
 
-A group is pending from where it is begun, and again where its rows were deferred, until its rows are trained or
-dropped. Kept are counts, pending groups and a digest of all that was decided, so that it stays small in long runs.
+A group is pending from its begin, or from when its rows were deferred, until its rows are trained or dropped. The
+account has counts, pending groups and a digest of all decisions, so that it stays small in long runs.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ FILE = "samples.json"
 
 @dataclass(frozen=True)
 class AccountState:
-    """The account after a step; groups are named by their places in the run's order of prompts."""
+    """Account after a step; groups are numbered in the run's order of prompts."""
 
     step: int = 0
     num_begun: int = 0
-    """groups that steps have begun so far, the first ones in that order"""
+    """number of groups begun so far, the first ones in that order"""
     pending: tuple[int, ...] = ()
-    """those of them that a later step goes on with, ascending"""
+    """groups that a later step continues, ascending"""
     num_trained: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
-    """rows by the reason"""
+    """dropped rows by reason"""
     num_unknown: int = 0
     """rows of earlier parts of the run, whose checkpoints had no account"""
     digest: str = ""
-    """of the fate of every row of every step; the same in two runs where they made the same of all rows"""
+    """digest of the fate of every row of every step; equal in two runs only if all rows fared the same"""
 
     def fault(self, group_size: int) -> str | None:
-        """What doesn't add up, or None: each row that was begun is in exactly one place."""
+        """Describe an inconsistency, or return None: each row that was begun is in exactly one place."""
         num_rows = self.num_begun * group_size
         places = {"trained": self.num_trained, **self.num_dropped, "pending": len(self.pending) * group_size}
         if sum(places.values()) + self.num_unknown != num_rows:
@@ -71,7 +71,7 @@ class RunAccount:
         self._opened = groups
 
     def close(self, accounting: Accounting) -> Accounting:
-        """Enter what became of the step's rows. Raises RuntimeError where a row would be in two places or none."""
+        """Record the outcome of the step's rows. Raises RuntimeError if a row is in two places or none."""
         state, size, groups = self.state, self._group_size, self._opened
         fates = [accounting.fates[first : first + size] for first in range(0, len(accounting.fates), size)]
         deferred = {group for group, of_rows in zip(groups, fates, strict=True) if DEFERRED in of_rows}
@@ -101,7 +101,7 @@ class RunAccount:
             add_text(writes, folder / FILE, json.dumps(asdict(self.state), indent=1, sort_keys=True) + "\n")
 
     def read_from(self, folder: Path) -> None:
-        """Take the account back. Raises ValueError where it doesn't add up; older checkpoints have none."""
+        """Restore the account. Raises ValueError if it is inconsistent; older checkpoints have none."""
         self._is_known = (folder / FILE).is_file()
         if not self._is_known:
             return
@@ -112,7 +112,7 @@ class RunAccount:
         self.state = state
 
     def _adopt(self, step: int, groups: Sequence[int]) -> None:
-        """Begin an account in the middle of a run: groups before the next new one are pending or were settled."""
+        """Begin an account in the middle of a run: groups before the next new one are pending or settled."""
         self._is_known = True
         new = max(groups, default=-1) + 1
         while new and new - 1 in groups:

@@ -28,23 +28,23 @@ from spmdrl.runtime.supervision.stop_request import StopAgreed, stop_reason
 
 
 class Payload(Protocol):
-    """Where columns are put, and how they reach the ranks that took their rows."""
+    """Storage of columns, and their transport to the ranks that took their rows."""
 
     def put(self, batch: Batch, catalogue: Catalogue) -> list[tuple[Batch, Place | None]]:
-        """Store columns in the homes of their rows; the rows of each home, and their place in shared memory."""
+        """Store columns in their rows' homes; returns each home's rows, and their place in shared memory."""
 
     def get(self, rows: Integers, names: list[str], catalogue: Catalogue) -> Batch:
-        """Columns of any rows. Only this rank takes part."""
+        """Return columns of any rows. Only this rank takes part."""
 
     def exchange(self, own: Integers, shares: Shares, names: list[str], catalogue: Catalogue) -> Batch:
-        """This rank's rows `own`, while the other ranks get theirs by `shares`. Collective where rows cross nodes."""
+        """Return this rank's rows `own`, while others get theirs by `shares`. Collective if rows cross nodes."""
 
     def leave(self, *, graceful: bool) -> None: ...
 
 
 @dataclass(frozen=True)
 class DockParts:
-    """What the samples of every step use."""
+    """Parts that the samples of every step share."""
 
     world: World
     needs_by_state: Mapping[WorkerState, frozenset[str]]
@@ -56,34 +56,34 @@ class DockParts:
 
 
 class Samples:
-    """Takes, puts and commits the columns of a step's rows.
+    """Samples of a step, whose columns ranks take, put and commit.
 
-    Every rank makes the same calls in the same order, but for `put`, `mark_dropped` and `read`, which are local to a
-    rank. What they change reaches the other ranks with the next `commit`:
+    Every rank makes the same calls in the same order, except `put`, `mark_dropped` and `read`, which are local. Their
+    changes reach the other ranks with the next `commit`:
 
         put -> payload, and its metadata -> news --commit--> rows of all ranks -> shares -> take
     """
 
     def __init__(self, dock: DockParts, rows: StepRows):
-        """Keeps the prompts' token ids, which every rank has anyway. Nothing is communicated.
+        """Keep the prompts' token ids, which every rank has anyway. Nothing is communicated.
 
-        With locality each rank keeps those of all rows, so that they never travel; else those of its node's rows.
+        With locality each rank keeps all rows', so that they never travel; else its node's rows'.
         """
         self.rows = rows
         self.step = rows.step
         self.group_size = rows.group_size
         self._dock = dock
         self._news: list[News] = []
-        """what this rank put and dropped since the last commit"""
+        """this rank's news since the last commit"""
         kept = np.arange(rows.num_rows) if dock.rules.locality else rows.on_node(dock.world.node)
         dock.warehouse.keep(prompt_columns(rows.prompts), kept, kept // rows.group_size)
 
     def take(self, state: WorkerState, names: Iterable[str] | None = None, *, among: Integers | None = None) -> Batch:
         """Claim all rows that are ready for `state`, and return this rank's share of them with all that it reads.
 
-        With `names` only those columns come along, and of ready rows only those `among` these. Where ranks work on the
-        same rows, the first of them takes and the others get what it took. The batch may be a view of stored rows: it
-        must not be changed, and it is valid until the batch of this step is closed. Collective where rows cross nodes.
+        With `names` only those columns are included, and with `among` only those of the ready rows. Where ranks work on
+        the same rows, the first of them takes and passes its rows to the others. The batch may be a view of stored
+        rows: it must not be changed, and is valid until this step's batch is closed. Collective if rows cross nodes.
         """
         faultpoint("dock.get")
         columns = self.rows.columns(state, names)
@@ -112,11 +112,10 @@ class Samples:
         return self._dock.warehouse.get(rows[is_here], sorted(names))
 
     def put(self, state: WorkerState, batch: Batch) -> None:
-        """Store columns that `state` made of rows that this rank took, each in the row's home.
+        """Store columns that `state` computed for this rank's rows, each in the row's home.
 
-        Values may lie on a device: they are copied to the host here, all with one wait, before anything reads them.
-        Where ranks work on the same rows, the rank that took them stores for all. Tensors of the batch may be taken
-        over: they must not change any more.
+        Values on a device are copied to the host here, with one wait for all. Where ranks work on the same rows, the
+        rank that took them stores for all. Tensors of the batch may be taken over: they must not change afterwards.
         """
         faultpoint("dock.put")
         check_columns(batch, state)
@@ -133,26 +132,26 @@ class Samples:
         return [metadata_of(part, place) for part, place in parts]
 
     def mark_dropped(self, rows: Sequence[int], reason: str) -> None:
-        """Take rows out of the batch from the next `commit` on; of several reasons the first in the alphabet counts.
+        """Drop rows from the next `commit` on; of several reasons the alphabetically first counts.
 
-        Rows that are dropped as `DEFERRED` go on in the batch of a later step.
+        Rows dropped as `DEFERRED` continue in a later step's batch.
         """
         if len(rows):
             self._news.append(RowDrop(np.asarray(rows, dtype=np.int64), reason))
 
     def announce_portion(self) -> None:
-        """Publish what ranks put and dropped, while the state that did goes on. Collective over all ranks.
+        """Publish ranks' puts and drops while the state continues. Collective over all ranks.
 
-        States that score rows take those that were put, a portion, by themselves. Raises StopAgreed as `commit` does.
+        Scoring states take these rows, a portion, separately. Raises StopAgreed like `commit`.
         """
         news = self._publish(may_stop=True)
         put = [entry.rows for entry in news if isinstance(entry, RowMetadata)]
         self.rows.portions.append(np.unique(np.concatenate([np.empty(0, dtype=np.int64), *put])))
 
     def commit(self, state: WorkerState) -> None:
-        """Publish what was put and dropped, and end the claims of `state`. Collective over all ranks.
+        """Publish puts and drops, and end the claims of `state`. Collective over all ranks.
 
-        Raises StopAgreed on all ranks where one of them was asked to stop, unless `state` trains: then the step is
+        Raises StopAgreed on all ranks if one of them was asked to stop, unless `state` trains: then the step is
         finished first.
         """
         self.rows.lives.finish(state)
@@ -167,7 +166,7 @@ class Samples:
         return found.news
 
     def _exchanged(self, own: list[News]) -> Exchanged:
-        """All ranks' news. Collective over all ranks."""
+        """Return all ranks' news. Collective over all ranks."""
         if self._dock.world.size == 1:
             return Exchanged(own, 0, stop_reason())
         found = exchanged(own)
@@ -175,7 +174,7 @@ class Samples:
         return found
 
     def _index(self, news: Iterable[News]) -> None:
-        """Read what others of this node stored from here on; the catalogue has its lengths."""
+        """Index columns that other ranks of this node stored; the catalogue has their lengths."""
         catalogue = self.rows.lives.catalogue
         is_here = catalogue.homes == self._dock.world.node
         for entry in news:
@@ -183,9 +182,9 @@ class Samples:
                 self._dock.warehouse.add_stored(entry, is_here, catalogue.lengths)
 
     def write_to(self, folder: Path) -> list[Path]:
-        """Write all that this batch holds, between two states; returns this rank's files. Every rank calls it.
+        """Write the whole batch, between two states; returns this rank's files. Every rank calls it.
 
-        The next job reads the prompts again, so they aren't written.
+        Prompts aren't written, as the next job reads them again.
         """
         world, rows, paths = self._dock.world, self.rows, []
         if world.is_main:
@@ -196,15 +195,15 @@ class Samples:
         return paths
 
     def read_from(self, folder: Path) -> None:
-        """Take back what `write_to` wrote, on any number of nodes. Collective.
+        """Restore what `write_to` wrote, on any number of nodes. Collective.
 
         Raises ValueError for a folder of another step, or with another number of rows or states. Damaged files raise
-        whatever they make fail, after which the batch can't be used.
+        other errors, after which the batch can't be used.
         """
         stored: list[News] = []
         try:
             self.rows.lives = restored(read_lives(folder), self.rows.lives)
-            # The ranks that generated them are unknown: rows still to be rewarded are dealt anew.
+            # The generating ranks are unknown: rows still to be rewarded are dealt anew.
             self.rows.shares.setdefault(WorkerState.GENERATION, {})
             if self._dock.world.local_rank == 0:
                 for batch in read_columns(folder, self.rows.lives.catalogue, self.rows.on_node(self._dock.world.node)):

@@ -1,4 +1,4 @@
-"""The columns of a sample, the worker state that makes each of them, and what making it reads.
+"""Columns of a sample, the worker states that make them, and their inputs.
 
 A row is one response: row = prompt * N + k, so the prompt (the group) of a row is row // N.
 """
@@ -19,15 +19,15 @@ from spmdrl.nouns.settings.role_configs import END_VALUE
 
 @dataclass(frozen=True)
 class ColumnRule:
-    """A column, who makes it (None: it is there from the start) and which columns that needs."""
+    """A column, the state that makes it (None: there from the start), and the columns that this needs."""
 
     column: Column
     made_by: WorkerState | None
     needs: frozenset[str] = frozenset()
     length_of: str | None = None
-    """The ragged column that has the same row lengths, announced once for both; None: its own."""
+    """Ragged column with the same row lengths, announced once for both; None: its own."""
     is_always_made: bool = True
-    """Whether every run that has the state has the column."""
+    """True if every run with the state has the column."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("versions", torch.int32, WorkerState.GENERATION, "prompt_ids"),
     # 1: the response ended with a stop token; 0: it was cut at the length limit.
     _rule("finished", torch.int32, WorkerState.GENERATION, "prompt_ids"),
-    # Of each token but the row's last, its experts in each sparse layer; there only where routing is replayed.
+    # Experts of each token but the row's last in each sparse layer; only if routing is replayed.
     replace(
         _rule("routed_experts", torch.int16, WorkerState.GENERATION, "prompt_ids", ragged=True), is_always_made=False
     ),
@@ -74,21 +74,21 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("ref_logprobs", torch.float32, WorkerState.REFERENCE, _TOKENS),
     _per_response_token("old_logprobs", torch.float32, WorkerState.OLD_LOGPROBS, _TOKENS),
     _per_response_token("advantages", torch.float32, WorkerState.ADVANTAGE, "reward response_ids"),
-    # How often a row is trained on, where the algorithm draws rows with replacement.
+    # Number of times that a row is trained on, if the algorithm draws rows with replacement.
     replace(_rule(COPIES, torch.int32, WorkerState.ADVANTAGE, "reward response_ids"), is_always_made=False),
     _per_response_token("values", torch.float32, WorkerState.VALUES, _TOKENS),
-    # Of the state behind a response that was cut, 0 behind others; with critic.truncation bootstrap.
+    # Value of the state after a cut response, 0 after others; with critic.truncation bootstrap.
     replace(_rule(END_VALUE, torch.float32, WorkerState.VALUES, _TOKENS), is_always_made=False),
     _per_response_token("returns", torch.float32, WorkerState.RETURNS, "reward response_ids"),
-    # The turn in which the model wrote a token, from 1, or 0 where an environment wrote it; only with an environment.
+    # Turn in which the model wrote a token, from 1; 0 for the environment's tokens; only with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
     _per_response_token("teacher_logprobs", torch.float32, WorkerState.TEACHER, _TOKENS),
-    # As many tokens in the place of each response token, by how likely the teacher finds them.
+    # The teacher's likeliest tokens in each response token's place, in order.
     replace(_rule("teacher_top_ids", torch.int32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True), is_always_made=False),
     _rule("teacher_top_logprobs", torch.float32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True),
-    # Of the whole response, at its last token.
+    # Score of the whole response, at its last token.
     _rule(MODEL_SCORE, torch.float32, WorkerState.REWARD_MODEL, _TOKENS),
-    # NaN where the judge's verdict has no number.
+    # NaN if the judge's verdict has no number.
     _rule(JUDGE_SCORE, torch.float32, WorkerState.JUDGE, _TOKENS),
 )
 
@@ -100,11 +100,11 @@ _RULES: Mapping[str, ColumnRule] = {rule.name: rule for rule in RULES}
 LENGTHS_OF: Mapping[str, str | None] = {
     rule.name: (rule.length_of or rule.name) if rule.column.ragged else None for rule in RULES
 }
-"""For each column the one under which its row lengths are announced; None for a dense column."""
+"""Column under which each column's row lengths are announced; None for a dense column."""
 
 
 def column_number(name: str) -> int:
-    """The column's position in the schema, which is its bit in metadata and its name on the wire."""
+    """Return the column's position in the schema, which is its bit in metadata and its name on the wire."""
     if name not in _NUMBERS:
         raise ValueError(_unknown_column(name, _NUMBERS))
     return _NUMBERS[name]
@@ -115,20 +115,20 @@ def rule_of(name: str) -> ColumnRule:
 
 
 def column_of(state: WorkerState) -> str:
-    """The one column that `state` always makes."""
+    """Return the one column that `state` always makes."""
     (name,) = (rule.name for rule in RULES if rule.made_by is state and rule.is_always_made)
     return name
 
 
 def length_column(name: str) -> str:
-    """The column under which the row lengths of the ragged column `name` are announced."""
+    """Return the column under which the row lengths of the ragged column `name` are announced."""
     lengths = LENGTHS_OF[rule_of(name).name]
     assert lengths is not None, f"{name} is a dense column and has no row lengths"
     return lengths
 
 
 def columns_mask(names: Iterable[str]) -> int:
-    """The named columns as bits of one integer."""
+    """Return the named columns as bits of one integer."""
     mask = 0
     for name in names:
         mask |= 1 << column_number(name)
@@ -137,12 +137,12 @@ def columns_mask(names: Iterable[str]) -> int:
 
 @functools.lru_cache
 def mask_of(names: frozenset[str] | tuple[str, ...]) -> int:
-    """As `columns_mask`, for columns that are named again and again."""
+    """Return `columns_mask`, cached for repeated names."""
     return columns_mask(names)
 
 
 def names_of_mask(mask: int) -> list[str]:
-    """Column names of a mask, in schema order."""
+    """Return the column names of a mask, in schema order."""
     return [rule.name for number, rule in enumerate(RULES) if mask >> number & 1]
 
 
@@ -157,7 +157,7 @@ def check_columns(batch: Batch, state: WorkerState) -> None:
 
 @functools.lru_cache
 def _columns_made(state: WorkerState, names: tuple[str, ...]) -> tuple[Column, ...]:
-    """The columns of these names. Raises ValueError for one that `state` doesn't make."""
+    """Return the columns of these names. Raises ValueError for one that `state` doesn't make."""
     for name in sorted(names):
         maker = rule_of(name).made_by
         if maker is not state:
@@ -182,9 +182,9 @@ def check_column(batch: Batch, name: str) -> None:
 
 
 def check_row_lengths(batch: Batch, known_lengths: Callable[[str, Integers], Integers]) -> None:
-    """Refuse a column whose rows aren't as long as those of the column that it goes with.
+    """Refuse a column whose row lengths differ from its `length_of` column's.
 
-    `known_lengths` gives the lengths of some rows of a column that isn't in the batch, 0 where it isn't there.
+    `known_lengths` returns lengths of rows in a column outside the batch, 0 if it doesn't exist.
     """
     rows = batch.rows.numpy()
     for name in batch.names:
@@ -209,7 +209,7 @@ def check_row_lengths(batch: Batch, known_lengths: Callable[[str, Integers], Int
 
 
 def empty_batch(names: Iterable[str]) -> Batch:
-    """A batch of no rows with the named columns."""
+    """Return a batch of no rows with the named columns."""
     batch = Batch.of_rows([])
     for name in names:
         column = rule_of(name).column
@@ -226,7 +226,7 @@ def stages_for(
     rules: Iterable[ColumnRule] = RULES,
     extra_reads: Mapping[WorkerState, Iterable[str]] | None = None,
 ) -> tuple[WorkerState, ...]:
-    """The worker states that make these columns and all that they depend on, makers before readers.
+    """Return the worker states that make these columns and all that they depend on, makers before readers.
 
     Among states that may run in any order, the order of `WorkerState` decides. `extra_reads` are columns that
     a state reads beyond the schema (an advantage with KL in the reward reads `ref_logprobs`). Raises ValueError for a
@@ -250,9 +250,9 @@ def needs_by_state(
     *,
     also_trained: Mapping[WorkerState, Iterable[str]] | None = None,
 ) -> dict[WorkerState, frozenset[str]]:
-    """What each state of a run reads: the stages' own needs, and for the update the tokens and `columns_read`.
+    """Return each state's inputs: the stages' own needs, and for the update the tokens and `columns_read`.
 
-    `also_trained` are the columns that updates of other models read, which run before that of the policy.
+    `also_trained` has the inputs of other models' updates, which run before the policy's.
     """
     tokens, extra = frozenset(_TOKENS.split()), extra_reads or {}
     trained = {state: tokens | set(names) for state, names in (also_trained or {}).items()}
@@ -267,7 +267,7 @@ def needs_by_state(
 def _makers_needed(
     columns: set[str], by_name: Mapping[str, ColumnRule], extra_reads: Mapping[WorkerState, Iterable[str]]
 ) -> dict[WorkerState, set[WorkerState]]:
-    """Each state needed for `columns`, with the states that it waits for."""
+    """Return each state needed for `columns`, with the states that it waits for."""
     makers: dict[WorkerState, set[WorkerState]] = {}
     todo, seen = sorted(columns), set(columns)
     while todo:

@@ -1,4 +1,4 @@
-"""The rows of one step: which ranks take them for each worker state, how long they are, and where they end.
+"""Rows of one step: their takers for each worker state, their lengths, and their outcomes.
 
 Nothing here communicates or holds payload. Ranks that make the same calls with the same news agree on every row.
 """
@@ -22,7 +22,7 @@ _NO_ROWS: Integers = np.empty(0, dtype=np.int64)
 
 
 class StepRows:
-    """The rows of one step. Row r is response r % group_size of prompt r // group_size.
+    """Rows of one step. Row r is response r % group_size of prompt r // group_size.
 
     All shares are claimed on every rank, each by its own call: ready rows --deal--> shares --`lives.finish`--> consumed
     """
@@ -32,25 +32,25 @@ class StepRows:
         prompts: Sequence[Prompt], group_size: int, *, expected_G: Sequence[int] | None = None,
         holders: Sequence[int] = (),
     ):  # fmt: skip
-        """`expected_G` are the tokens that a response to each prompt is expected to have; None: nothing is known.
+        """`expected_G` are expected response tokens by prompt; None: unknown.
 
-        The first groups were begun before, on the ranks `holders`, which go on with them.
+        The first groups are pending ones, which the ranks `holders` continue.
         """
         self.step = step
         self.prompts = prompts
         self.group_size = group_size
         self.num_rows = len(prompts) * group_size
         self.shares: dict[WorkerState, Shares] = {}
-        """by state, the rows that each rank claimed last"""
+        """rows that each rank claimed last, by state"""
         self.portions: list[Integers] = []
-        """rows of all ranks that were announced together"""
+        """rows announced together, of all ranks"""
         self._admitted = range(len(prompts))
-        """the groups that generation may have"""
+        """groups admitted to generation"""
         self._rules = rules
         self._dealer = Dealer(rules, step, group_size)
         self._expected_G = expected_G
         self._own: dict[WorkerState, NDArray[np.bool_]] = {}
-        """by state, whether this rank claimed each row last [num_rows + 1]; made when it is wanted"""
+        """by state, True for rows that this rank claimed last [num_rows + 1]; built on demand"""
         homes = self._deal_groups(self._admitted, holders).repeat(group_size)
         self.lives = RowLives(needs_by_state, homes, step=step, group_size=group_size)
         lengths = np.array([len(prompt.prompt_ids) for prompt in prompts], dtype=np.int64).repeat(group_size)
@@ -65,17 +65,17 @@ class StepRows:
         return self._dealer.deal_groups(groups, GroupLengths(prompts, responses), holders)
 
     def prompt_of(self, row: int) -> Prompt:
-        """The prompt that a row answers."""
+        """Return the prompt that a row answers."""
         return self.prompts[row // self.group_size]
 
     def expected_length(self, row: int) -> int:
-        """Tokens that the row's response is expected to have; 0 for all rows while no prompt has been seen before."""
+        """Return the expected tokens of the row's response; 0 for all rows if no prompt has been seen before."""
         return 0 if self._expected_G is None else self._expected_G[row // self.group_size]
 
-    # Whose rows they are
+    # Takers
 
     def admit(self, groups: range) -> None:
-        """Let generation have these groups and no others, shared out over all takers."""
+        """Admit only these groups to generation, shared out over all takers."""
         self._admitted = groups
         homes = self._deal_groups(groups)
         if self._rules.locality:
@@ -83,9 +83,9 @@ class StepRows:
             self.lives.catalogue.homes[rows] = homes.repeat(self.group_size)
 
     def deal_generation(self) -> list[int]:
-        """The rows, in whole groups, that this rank generates; all takers are expected to have equally much to do.
+        """The rows, in whole groups, for this rank to generate, with equal expected work for all takers.
 
-        Where ranks generate together, all of them get the rows of the first, which alone puts what they make.
+        Ranks that generate together get the rows of the first, which alone puts the results.
         """
         state = WorkerState.GENERATION
         rows = self.lives.controllers[state].ready_rows(by_group=True)
@@ -95,13 +95,13 @@ class StepRows:
         return self.share(state, None if groups is None else groups.leader).tolist()
 
     def deal(self, state: WorkerState, among: Integers | None = None) -> None:
-        """Claim all rows that are ready for `state`, or those `among` these, in shares of equal cost."""
+        """Claim all rows ready for `state`, or those `among` these, in shares of equal cost."""
         ready = self.lives.controllers[state].ready_rows()
         rows = ready if among is None else ready[np.isin(ready, among)]
         self._claim(state, self._dealer.deal(state, rows, self.lives.catalogue))
 
     def take_generated(self, state: WorkerState) -> list[int]:
-        """Claim all rows that are ready for `state`, each rank those that it put as generated, and move nothing."""
+        """Claim all rows ready for `state` for the ranks that generated them; nothing moves."""
         generated = self.shares.get(WorkerState.GENERATION)
         assert generated is not None, f"{state.value} takes what ranks generated, but nothing was dealt for generation"
         ready = self.lives.controllers[state].ready_rows()
@@ -114,7 +114,7 @@ class StepRows:
         self._own.pop(state, None)
 
     def share(self, state: WorkerState, rank: int | None = None) -> Integers:
-        """The rows that a rank, by default this one, claimed last for `state`."""
+        """Return the rows that a rank, by default this one, claimed last for `state`."""
         return self.shares.get(state, {}).get(self._rules.launch.rank if rank is None else rank, _NO_ROWS)
 
     def check_own(self, state: WorkerState, rows: Integers) -> None:
@@ -130,11 +130,11 @@ class StepRows:
             raise ValueError(f"rank {rank} puts {state.value} columns of row {foreign}, which it didn't take")
 
     def reads(self, state: WorkerState) -> frozenset[str]:
-        """The columns that rows must have before `state` gets them."""
+        """Return the columns that rows must have before `state` gets them."""
         return self.lives.controllers[state].needs
 
     def columns(self, state: WorkerState, names: Iterable[str] | None) -> list[str]:
-        """The columns that `state` takes: these, or all that it reads. Raises ValueError for one that it doesn't."""
+        """The columns for `state`: these, or all that it reads. Raises ValueError for one that it doesn't read."""
         needs = self.reads(state)
         undeclared = set(names or ()) - needs
         if undeclared:
@@ -145,16 +145,16 @@ class StepRows:
         return sorted(needs if names is None else names)
 
     def ready_portions(self, state: WorkerState) -> list[Integers]:
-        """The rows that are ready for `state`: those announced together, in that order, then all others."""
+        """Return the rows that are ready for `state`: those announced together, in that order, then all others."""
         ready = self.lives.controllers[state].ready_rows()
         others = ready[~np.isin(ready, np.concatenate([*self.portions, _NO_ROWS]))]
         portions = [*(rows[np.isin(rows, ready)] for rows in self.portions), others]
         return [rows for rows in portions if rows.size]
 
-    # Where they are and what became of them
+    # Places and outcomes
 
     def on_node(self, node: int) -> Integers:
-        """The rows that live on a node, ascending."""
+        """Return the rows that live on a node, ascending."""
         return np.flatnonzero(self.lives.catalogue.homes == node)
 
     @property
@@ -170,16 +170,16 @@ class StepRows:
 
     @property
     def num_dropped(self) -> Mapping[str, int]:
-        """Rows dropped so far, by the reason."""
+        """Rows dropped so far, by reason."""
         return self.lives.account().num_dropped
 
     @property
     def response_lengths(self) -> Integers:
-        """Tokens of each row's response [num_rows], -1 where it has none."""
+        """Return response tokens by row [num_rows], -1 without a response."""
         return self.lives.catalogue.lengths("response_ids")
 
     def generation_imbalance(self) -> float:
-        """The most response tokens of a replica over their mean; 1 where all have equally many."""
+        """Return the most response tokens of a replica over their mean; 1 where all have equally many."""
         shares = self.shares[WorkerState.GENERATION].values()
         loads = [int(self.response_lengths[rows].clip(min=0).sum()) for rows in shares]
         return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0

@@ -12,7 +12,7 @@ from spmdrl.nouns.batch import Batch, WorkerState
 
 
 class Link(enum.Enum):
-    """How far a warehouse is from the rank that puts or gets."""
+    """Distance of a warehouse from the rank that puts or gets."""
 
     PROCESS = "process"
     NODE = "node"
@@ -20,7 +20,7 @@ class Link(enum.Enum):
 
 
 def column_bytes(batch: Batch) -> dict[str, int]:
-    """Bytes of each column: its values, and its offsets where it is ragged."""
+    """Count the bytes of each column: its values, and its offsets if it is ragged."""
     return {
         name: values.nbytes + (batch.offsets(name).nbytes if batch.is_ragged(name) else 0)
         for name, values in batch.columns.items()
@@ -32,17 +32,17 @@ def _no_bytes() -> dict[Link, Counter[str]]:
 
 
 def _add_to(counts: Counter[str], more: Mapping[str, int]) -> None:
-    # As Counter.update does, without its checks of what `more` is.
+    # Counter.update without its type checks.
     for name, num_bytes in more.items():
         counts[name] += num_bytes
 
 
 @dataclass
 class Volume:
-    """Counts the payload bytes that this rank puts and gets, and the bytes of metadata that it receives."""
+    """Bytes of payload that this rank puts and gets, and of metadata that it receives."""
 
     put_bytes: dict[Link, Counter[str]] = field(default_factory=_no_bytes)
-    """By link, then by column; a column that wasn't put over a link isn't there."""
+    """Bytes by link, then by column; columns not put over a link are absent."""
     get_bytes: dict[Link, Counter[str]] = field(default_factory=_no_bytes)
     metadata_bytes: int = 0
 
@@ -56,7 +56,7 @@ class Volume:
         return self.put_bytes[link].total() + self.get_bytes[link].total()
 
     def since(self, earlier: Volume) -> Volume:
-        """What was moved after `earlier`, a copy taken before."""
+        """Return the volume after `earlier`, a copy taken before."""
         return Volume(
             {link: count - earlier.put_bytes[link] for link, count in self.put_bytes.items()},
             {link: count - earlier.get_bytes[link] for link, count in self.get_bytes.items()},
@@ -73,7 +73,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class FlowShape:
-    """The sizes in the paper's equations; its letters are in brackets."""
+    """Sizes in the paper's equations, with its letters in parentheses."""
 
     num_prompts: int
     """Prompts in a global batch (G)."""
@@ -95,7 +95,7 @@ class FlowShape:
         cls, states: Iterable[WorkerState], *, num_prompts: int, responses_each: int,
         max_prompt_length: int, max_response_length: int,
     ) -> FlowShape:  # fmt: skip
-        """The shape of a flow with these worker states: n and M are the columns that they make.
+        """Return the shape of a flow with these worker states: n and M are the columns that they make.
 
         Besides its scalar columns, a row has its index and its response's length. Columns of other lengths, such as
         routed experts, aren't in the paper's equations.

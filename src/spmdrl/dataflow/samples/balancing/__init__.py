@@ -1,1 +1,1 @@
-"""Who works on which rows: pure functions of metadata, which every rank evaluates alike."""
+"""Division of rows over ranks: pure functions of metadata with the same result on every rank."""

@@ -1,12 +1,12 @@
-"""Who works on which rows: pure functions of metadata, which every rank evaluates alike.
+"""Division of rows over ranks: pure functions of metadata with the same result on every rank.
 
     units -------------> nodes -----------------> seats ----------------> takers
     (rows or groups,     (the home, but for       (differencing in        (ranks; the seating
     costliest first)     surplus and strays)      a node, then local      changes with the step)
                                                   search over all)
 
-All numbers are integers, so that no rounding can make two ranks or platforms disagree. Arrays are [num_rows] or, by
-suffix, [G] groups; those of units, seats and nodes are [num_units], [num_seats] and [num_nodes].
+All numbers are integers, so that ranks and platforms can't disagree by rounding. Arrays are [num_rows] or, by suffix,
+[G] groups; arrays of units, seats and nodes are [num_units], [num_seats] and [num_nodes].
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.partition import largest_differencing
 
 SLACK_PERCENT = 2
-"""What the heaviest taker may carry above the mean before rows leave their node."""
+"""Largest load of the heaviest taker above the mean before rows leave their node."""
 MOST_GROUPS_PERCENT = 125
-"""How many groups a taker may get for generation beside its first one, of their mean; rounded up to a whole one."""
+"""Largest number of groups of a taker for generation, relative to the mean, rounded up; its first one is extra."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RowLoads:
     costs: Integers
 
     def of_groups(self, group_size: int) -> RowLoads:
-        """The same by the number of the group that rows belong to: what all rows of a group, with one home, cost."""
+        """Return the loads of whole groups, by group number: the sum over the group's rows, which have one home."""
         groups, first, group_B = np.unique(self.rows // group_size, return_index=True, return_inverse=True)
         costs = np.zeros_like(groups)
         np.add.at(costs, group_B, self.costs)
@@ -64,12 +64,12 @@ def assign_rows(
 ) -> list[Integers]:
     """Deal rows over takers, each row once; returns ascending rows per taker, in the order of `takers`.
 
-    The heaviest taker carries at most `SLACK_PERCENT` above the mean wherever no row costs more than that percentage of
-    it, and mostly where some do. Under this condition little leaves its node: its surplus over what its takers may
-    carry, which no deal can avoid, rounded up to whole rows; and what has no taker at home. Without `locality`, homes
-    don't count. (seed, step) decides between equal takers, so that no rank always gets the longest row.
+    The heaviest taker carries at most `SLACK_PERCENT` above the mean if no row costs more than that percentage of it,
+    and mostly even if some do. Under this condition the fewest rows leave their node: its surplus over its takers'
+    limits, rounded up to whole rows, and rows without a taker at home. Without `locality`, homes don't count. (seed,
+    step) breaks ties between takers, so that no rank always gets the longest row.
 
-    With a `group_size`, a taker gets all rows of a group, each with so many row numbers, that there are.
+    With a `group_size`, a taker gets all existing rows of a group, which has that many row numbers.
     """
     if not takers:
         raise ValueError(f"{loads.rows.size} rows have no taker; name at least one rank that takes them")
@@ -83,7 +83,7 @@ def assign_rows(
         takers, homes = _on_one_node(takers, loads.homes)
         loads = replace(loads, homes=homes)
     seats = _seat(takers, seed=seed, step=step)
-    # Ascending rows, and of equal costs the first row first.
+    # Rows ascend; among equal costs the first row comes first.
     ascending = np.argsort(loads.rows, kind="stable")
     order = ascending[np.argsort(-loads.costs[ascending], kind="stable")]
     units = Units(loads.costs[order], seats.number_nodes(loads.homes[order]))
@@ -106,9 +106,9 @@ def assign_parts(
     locality: bool,
     group_size: int,
 ) -> list[Integers]:
-    """As `assign_rows`, where rows of a group that one taker gets share a part of their costs, `shared_B`.
+    """Deal like `assign_rows` if a group's rows at one taker share a part of their costs, `shared_B`.
 
-    Rows are dealt in whole groups, else in halves of groups, and so on, with what they share counted once each: in the
+    Rows are dealt in whole groups, else in halves of groups, and so on, with shared costs counted once per part: in the
     largest parts with which the heaviest taker carries at most `SLACK_PERCENT` above the mean.
     """
     part_size = group_size if shared_B.any() else 1
@@ -127,9 +127,9 @@ def assign_parts(
 
 
 def most_groups_each(num_groups: int, num_takers: int) -> int:
-    """How many groups one taker may get for generation: by this much short ones may outnumber long ones.
+    """Return the largest number of groups per taker for generation, to which many short ones may add up.
 
-    It bounds what a taker's KV cache is to hold, since every response may turn out to be the longest.
+    It bounds the KV cache that a taker needs, since every response may turn out to be the longest.
     """
     others = max(0, num_groups - num_takers)
     return min(num_groups, 1 - (-others * MOST_GROUPS_PERCENT // (100 * num_takers)))
@@ -138,11 +138,10 @@ def most_groups_each(num_groups: int, num_takers: int) -> int:
 def deal_groups(
     costs_G: Sequence[int], places_G: Sequence[int], takers: Sequence[Taker], *, seed: int, step: int
 ) -> Integers:
-    """Deal whole groups for generation; returns the place in `takers` of the one that gets each group [G].
+    """Deal whole groups for generation; returns each group's taker as an index into `takers` [G].
 
-    A group that an earlier step began has its taker's place in `places_G`, and stays there; -1 is for the others. These
-    go, the costliest first, to the taker with the least cost so far that may still get one (`most_groups_each`); nodes
-    take turns among equal ones.
+    A pending group has its taker's place in `places_G`, and stays there; the others have -1. These go, costliest first,
+    to the taker with the least cost so far that may get one more (`most_groups_each`); nodes take turns among equals.
     """
     if not takers:
         raise ValueError(f"{len(costs_G)} groups have no taker; name at least one rank that generates")
@@ -167,7 +166,7 @@ def deal_groups(
 
 
 def _seats_by_turns(seats: Seats) -> list[int]:
-    """Takers of seats in an order in which nodes take turns: the first of every node, then the second ones."""
+    """Order the seats' takers with nodes taking turns: the first of every node, then the second ones."""
     num_before = [0] * seats.num_nodes
     turns = []
     for node in seats.nodes.tolist():
@@ -178,12 +177,12 @@ def _seats_by_turns(seats: Seats) -> list[int]:
 
 
 def _scramble(*counters: int) -> int:
-    """An integer that depends on all counters, the same on every platform."""
+    """Return an integer hash of the counters, the same on every platform."""
     return int.from_bytes(hashlib.blake2b(repr(counters).encode(), digest_size=8).digest(), "big")
 
 
 def _on_one_node(takers: Sequence[Taker], homes: Integers) -> tuple[list[Taker], Integers]:
-    """The same takers and homes as if the job had a single node."""
+    """Return the same takers and homes as if the job had a single node."""
     return [Taker(taker.rank, 0) for taker in takers], np.zeros_like(homes)
 
 
@@ -196,7 +195,7 @@ def _seat(takers: Sequence[Taker], *, seed: int, step: int) -> Seats:
 
 
 def _limit(costs: Integers, num_takers: int) -> int:
-    """What the heaviest taker may carry: the mean and its slack, or more where no deal of these units can do with it.
+    """Return the heaviest taker's limit: the mean and its slack, or more if no deal of these units can meet it.
 
     Of the k * num_takers + 1 costliest units, some taker carries at least k + 1.
     """

@@ -1,4 +1,4 @@
-"""Which ranks take which rows of a step's batch, by the pure functions of balance, and which work on the same ones."""
+"""Shares of ranks in a step's batch, by the pure functions of balance; groups of ranks that work on the same rows."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from spmdrl.resources.mesh import Axis, GenerationMesh, UpdateMesh
 from spmdrl.runtime.launch import LaunchEnvironment
 
 Shares = Mapping[int, Integers]
-"""The rows of each rank that has some."""
+"""Rows by rank, for ranks that have some."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How ranks are grouped by the rows that they work on."""
+    """Groups of ranks that work on the same rows."""
 
     leaders: tuple[int, ...]
-    """the rank of each group that takes rows and puts columns"""
+    """rank of each group that takes rows and puts columns"""
     members: Axis
     """this rank's group, its leader first"""
     device: torch.device = torch.device("cpu")
-    """where shared rows travel: between accelerators, by their own links"""
+    """device that shared rows travel between: accelerators use their own links"""
 
     @property
     def is_leader(self) -> bool:
@@ -46,11 +46,11 @@ class RowGroups:
 
     @property
     def leader(self) -> int:
-        """The rank that takes rows for this rank."""
+        """Rank that takes rows for this rank."""
         return self.members.ranks[0]
 
     def share(self, batch: Batch | None) -> Batch:
-        """The leader's batch, on every rank of the group. Collective over the group."""
+        """Return the leader's batch, on every rank of the group. Collective over the group."""
         if self.members.size == 1:
             assert batch is not None, "the one rank of a group is its leader"
             return batch
@@ -61,47 +61,47 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class DealRules:
-    """What the shares of every step depend on, besides metadata."""
+    """Inputs of every step's shares beside metadata."""
 
     launch: LaunchEnvironment
     seed: int
     cost: RowCost = TOKENS
     locality: bool = True
     row_groups: Mapping[WorkerState, RowGroups] = field(default_factory=dict)
-    """in which states ranks work on the same rows; in others, each rank works on its own"""
+    """groups of ranks by the states in which they work on the same rows; in other states each rank has its own"""
     whole_groups: frozenset[WorkerState] = frozenset()
-    """the states in which one rank takes all rows that are left of a group"""
+    """states in which one rank takes all remaining rows of a group"""
     shares_prompts: bool = False
-    """whether rows of a group that a rank takes compute their prompt once"""
+    """True if a group's rows on one rank compute their prompt once"""
 
     def takers(self, state: WorkerState) -> list[Taker]:
-        """The ranks that take rows for a state, with their nodes."""
+        """Return the ranks that take rows for a state, with their nodes."""
         groups, launch = self.row_groups.get(state), self.launch
         ranks = range(launch.world_size) if groups is None else groups.leaders
         return [Taker(rank, launch.node_of(rank)) for rank in ranks]
 
 
 def groups_of_training(meshes: Mapping[WorkerState, UpdateMesh], device: torch.device) -> dict[WorkerState, RowGroups]:
-    """The groups of the layouts under which states score or train."""
+    """Return the groups of the layouts under which states score or train."""
     return {state: RowGroups(mesh.leaders, mesh.model, device) for state, mesh in meshes.items()}
 
 
 def groups_of_generation(
     mesh: GenerationMesh, device: torch.device, state: WorkerState = WorkerState.GENERATION
 ) -> dict[WorkerState, RowGroups]:
-    """The replicas of a generation layout, whose ranks answer the same prompts."""
+    """Return the replicas of a generation layout, whose ranks generate the same rows."""
     return {state: RowGroups(mesh.leaders, mesh.tensor, device)}
 
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Tokens of each group's prompt [G], and of a response to it, as far as they can be expected."""
+    """Tokens of each group's prompt [G], and expected tokens of its responses."""
 
     prompts: Sequence[int]
     responses: Sequence[int] | None
 
     def costs(self, cost: RowCost, group_size: int) -> list[int]:
-        """What generating each group costs; while no length is known, equal numbers of groups come first."""
+        """Return the cost of generating each group; without known lengths, equal numbers of groups come first."""
         if self.responses is None:
             most = sum(self.prompts) + 1
             return [most + length for length in self.prompts]
@@ -111,7 +111,7 @@ class GroupLengths:
 
 @dataclass(frozen=True)
 class _Deal:
-    """Who takes which of some rows; kept for the next state that takes the same ones."""
+    """Shares of rows, kept for the next state that takes the same rows."""
 
     rows: Integers
     lengths: Integers
@@ -119,7 +119,7 @@ class _Deal:
 
 
 class Dealer:
-    """Deals the rows of one batch; the same on every rank, as it depends on metadata, seed and step only."""
+    """Dealer of one batch's rows; the same on every rank, as it depends only on metadata, seed and step."""
 
     def __init__(self, rules: DealRules, step: int, group_size: int):
         self._rules = rules
@@ -129,9 +129,9 @@ class Dealer:
         self._taker_of_group = np.empty(0, dtype=np.int64)
 
     def deal_groups(self, groups: range, lengths: GroupLengths, holders: Sequence[int] = ()) -> Integers:
-        """Deal groups for generation; returns the home node of each [G], which with locality is where it is generated.
+        """Deal groups for generation; returns each group's home node [G], with locality the one that generates it.
 
-        The first groups were begun before, on the ranks `holders`, which go on with them.
+        The first groups are pending ones, which the ranks `holders` continue.
         """
         takers, rules = self._rules.takers(WorkerState.GENERATION), self._rules
         places = {taker.rank: place for place, taker in enumerate(takers)}
@@ -144,18 +144,18 @@ class Dealer:
         known = self._taker_of_group
         self._taker_of_group = np.concatenate([known[: groups.start], dealt, known[groups.stop :]])
         if not rules.locality:
-            # As the paper stores them: round all nodes in turn.
+            # The paper's placement: all nodes in turn.
             return np.arange(groups.start, groups.stop) % rules.launch.num_nodes
         return np.array([taker.node for taker in takers])[dealt]
 
     def deal_generation(self, rows: Integers) -> Shares:
-        """Rows of whole groups, ascending, for the ranks that generate them."""
+        """Return ascending rows of whole groups for the ranks that generate them."""
         takers = self._rules.takers(WorkerState.GENERATION)
         shares = split_by(self._taker_of_group[rows // self._group_size], len(takers), values=rows)
         return {taker.rank: share for taker, share in zip(takers, shares, strict=True)}
 
     def deal(self, state: WorkerState, rows: Integers, catalogue: Catalogue) -> Shares:
-        """Rows for the ranks that take them for a state."""
+        """Return each rank's share of rows for a state."""
         takers = self._rules.takers(state)
         if len(takers) == 1:
             return {takers[0].rank: rows}
@@ -163,7 +163,7 @@ class Dealer:
         lengths = prompts + responses
         size = self._group_size if state in self._rules.whole_groups else 1
         known = self._deals.get((size, tuple(takers)))
-        # States that take the same rows get the same shares, and a large batch takes a second to deal.
+        # States that take the same rows get the same shares; dealing a large batch takes a second.
         if known is not None and np.array_equal(known.rows, rows) and np.array_equal(known.lengths, lengths):
             return known.shares
         rules, costs = self._rules, self._rules.cost.of(lengths)

@@ -1,4 +1,4 @@
-"""How long the responses to each prompt were, so that a step can share them out before they are generated."""
+"""Response lengths by prompt, from which a step estimates costs before generation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spmdrl.nouns.batch import Integers
 
 LENGTHS = "response_lengths.json"
 _PARTS = 256
-"""Means are kept in these parts of a token."""
+"""Fractions of a token in which means are kept."""
 
 
 class LengthHistory:
-    """The mean response length of each prompt that the run has seen, by the prompt's id; the same on every rank.
+    """Moving average of response lengths by the prompt's id; the same on every rank.
 
-    Each group counts as much as all groups before it, as the policy moves on. Whole numbers only, so that a resumed run
-    and every platform expect the same.
+    Each group counts as much as all earlier ones, as the policy changes. Integers only, so that resumed runs and all
+    platforms agree.
     """
 
     def __init__(self, *, is_main: bool = False):
@@ -28,9 +28,9 @@ class LengthHistory:
         self._is_main = is_main
 
     def expected(self, prompts: Sequence[Prompt]) -> list[int] | None:
-        """Tokens that a response to each prompt is expected to have; None where no prompt has been seen at all.
+        """Return the expected response tokens of each prompt; None if no prompt has been seen yet.
 
-        A prompt that has not been seen counts as the mean of all those that have.
+        An unseen prompt gets the mean of all seen ones.
         """
         if not self._means:
             return None
@@ -38,7 +38,7 @@ class LengthHistory:
         return [-(-self._means.get(prompt.id, unseen) // _PARTS) for prompt in prompts]
 
     def observe(self, prompts: Sequence[Prompt], lengths_GN: Integers) -> None:
-        """Take the lengths of finished responses; where a group has none, they are -1."""
+        """Add the lengths of finished responses; groups without any have -1."""
         for prompt, lengths in zip(prompts, lengths_GN.tolist(), strict=True):
             if min(lengths) >= 0:
                 mean = sum(lengths) * _PARTS // len(lengths)
@@ -54,7 +54,7 @@ class LengthHistory:
             add_text(writes, folder / LENGTHS, content)
 
     def read_from(self, folder: Path) -> None:
-        """Take the lengths back; a checkpoint without any begins with none."""
+        """Restore the lengths; a checkpoint without any gives none."""
         path = folder / LENGTHS
         self._means = json.loads(path.read_text())["means"] if path.is_file() else {}
         self._sum = sum(self._means.values())

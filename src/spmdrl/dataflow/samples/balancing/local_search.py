@@ -1,6 +1,6 @@
-"""Local search: exchanges units between seats where a deal leaves some seat above the limit.
+"""Local search: exchanges of units between seats if a deal leaves a seat above the limit.
 
-Units are named by their places, the costliest first; arrays of seats and nodes are [num_units] and [num_seats].
+Units are numbered from the costliest on; arrays of seats and nodes are [num_units] and [num_seats].
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from spmdrl.dataflow.samples.balancing.node_shares import split_by
 from spmdrl.nouns.batch import Integers
 
 _MAX_PARTNERS = 8
-"""Light seats, of the node and of others, that are tried for an exchange; where they don't help, few others do."""
+"""Number of light seats, of the node and of others, tried for an exchange; if they don't help, few others do."""
 
 
 class _Exchange(NamedTuple):
-    """One seat gives a unit to another, and gets one or none back."""
+    """Exchange in which one seat gives a unit to another, and gets one or none back."""
 
     heavier_load: int
-    """of the two, afterwards"""
+    """larger load of the two afterwards"""
     taker: int
     given: Integers
     returned: Integers
@@ -29,15 +29,15 @@ class _Exchange(NamedTuple):
 def even_out(seats: Integers, costs: Integers, *, nodes: Integers, limit: int) -> Integers:
     """Exchange units of the heaviest seat until it carries no more than `limit` or nothing helps; returns seats.
 
-    `seats` and `costs` are those of units, `nodes` those of seats. The first exchange that reaches the limit is made,
-    else the one that helps most. Exchanges inside a node come first, as they are free.
+    `seats` and `costs` are by unit, `nodes` by seat. The first exchange that reaches the limit is made, else the most
+    helpful one. Exchanges inside a node come first, as they are free.
     """
     loads = np.zeros(nodes.size, dtype=np.int64)
     np.add.at(loads, seats, costs)
     if loads.max() <= limit:
         return seats
     units = split_by(seats, nodes.size)
-    # What gets below the limit stays there. The bound is for deals that never get there, but a little nearer each time.
+    # A seat below the limit stays there. The bound ends deals that only creep towards it.
     for _ in range(4 * nodes.size + 64):
         giver = int(loads.argmax())
         best = None
@@ -59,7 +59,7 @@ def even_out(seats: Integers, costs: Integers, *, nodes: Integers, limit: int) -
 
 
 def _partners(giver: int, loads: Integers, nodes: Integers) -> list[int]:
-    """The seats to try, the lightest first: some of the giver's node, then some of others."""
+    """Return the seats to try, the lightest first: some of the giver's node, then some of others."""
     others = np.argsort(loads, kind="stable")
     others = others[others != giver]
     is_near = nodes[others] == nodes[giver]
@@ -67,7 +67,7 @@ def _partners(giver: int, loads: Integers, nodes: Integers) -> list[int]:
 
 
 def _most_even_exchange(own: Integers, others: Integers, costs: Integers, taker: int) -> _Exchange:
-    """The exchange, or move, of units of two seats that leaves the heavier of the two the lightest."""
+    """Return the exchange, or move, of units of two seats that leaves the heavier of the two the lightest."""
     given_costs = costs[own]
     # Cheapest first; nothing at all costs nothing.
     returned_costs = np.concatenate([[0], costs[others[::-1]]])

@@ -1,4 +1,4 @@
-"""Decides which node works on what: its own units, but for what its takers may not carry."""
+"""Division of units over nodes: each works on its own, up to its takers' limits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spmdrl.nouns.batch import Integers
 
 @dataclass(frozen=True)
 class Seats:
-    """Takers in the order in which they come first in this step; arrays are [num_seats]."""
+    """Takers in this step's order of precedence; arrays are [num_seats]."""
 
     takers: Integers
-    """their places in the caller's order"""
+    """places in the caller's order"""
     nodes: Integers
-    """numbers of their nodes, from 0"""
+    """node numbers, from 0"""
     node_numbers: dict[int, int]
 
     @property
@@ -26,7 +26,7 @@ class Seats:
         return len(self.node_numbers)
 
     def number_nodes(self, homes: Integers) -> Integers:
-        """Numbers of home nodes; -1 where a home has no taker."""
+        """Number the home nodes; -1 for a home without takers."""
         table = np.full(1 + max(int(homes.max()), *self.node_numbers), -1)
         table[list(self.node_numbers)] = list(self.node_numbers.values())
         return table[homes]
@@ -34,17 +34,17 @@ class Seats:
 
 @dataclass(frozen=True)
 class Units:
-    """What is dealt in one piece, the costliest first and of equals the first row first; arrays are [num_units]."""
+    """Indivisible units to deal, costliest first, then by row; arrays are [num_units]."""
 
     costs: Integers
     homes: Integers
-    """numbers of home nodes; -1 where there is no taker"""
+    """numbers of home nodes; -1 without a taker there"""
 
 
 def nodes_of_units(units: Units, seats: Seats, *, limit: int) -> Integers:
-    """The node that works on each unit: its home, but for what has no taker there and what these may not carry.
+    """Return the node for each unit: its home, except for units without a taker there or beyond the takers' limits.
 
-    `limit` is what one taker may carry. Other nodes get it, the one with the least load per taker first.
+    `limit` is per taker. Such units go to other nodes, first to the one with the least load per taker.
     """
     nodes = units.homes.copy()
     at_home = nodes >= 0
@@ -73,23 +73,23 @@ class _Receivers:
         heapq.heapify(self._heap)
 
     def give(self, cost: int) -> int:
-        """Load the lightest node; returns it."""
+        """Add the cost to the lightest node, and return that node."""
         node = self._heap[0][1]
         self._loads[node] += cost
         heapq.heapreplace(self._heap, (self._loads[node] * self._weights[node], node))
         return node
 
     def can_take(self, cost: int, limit: int) -> bool:
-        """Whether the lightest node's takers may carry this too."""
+        """Return True if the lightest node's takers may carry this too."""
         node = self._heap[0][1]
         return self._loads[node] + cost <= self._sizes[node] * limit
 
 
 def _shed(units: Units, nodes: Integers, receivers: _Receivers, *, home: int, excess: int, limit: int) -> None:
-    """Move the fewest units that are worth `excess` from their home to light nodes, as far as these can take them.
+    """Move the fewest units worth `excess` from their home to light nodes, as far as these can take them.
 
-    The costliest ones go while one alone isn't worth what is left, then the cheapest one that is. Long rows have the
-    most cost per token, so these are few bytes, too.
+    The costliest units go while one alone is worth less than the rest, then the cheapest one that covers it. Long rows
+    cost most per token, so few bytes move.
     """
     last = -1
     for unit in np.flatnonzero(units.homes == home).tolist():
@@ -107,7 +107,7 @@ def _shed(units: Units, nodes: Integers, receivers: _Receivers, *, home: int, ex
 
 
 def split_by(owners: Integers, num_owners: int, *, values: Integers | None = None) -> list[Integers]:
-    """The values (default: positions) of each owner, in their order."""
+    """Return the values (default: positions) of each owner, in their order."""
     # numpy sorts 16 bits in linear time.
     order = np.argsort(owners.astype(np.uint16) if num_owners <= 2**16 else owners, kind="stable")
     ends = np.bincount(owners, minlength=num_owners).cumsum().tolist()

@@ -1,9 +1,9 @@
-"""A batch as one run of bytes, the form in which it travels between nodes.
+"""Serialised batches, the form in which they travel between nodes.
 
 A frame is an int64 header (format, number of rows, number of columns, then each column's schema number and number of
 values, in schema order), then the rows, the offsets and the values, each starting at a multiple of 64 bytes. Columns
-that have their lengths from one column share one offsets array. Header and schema settle where everything lies: a
-frame contains no positions, so a corrupt one can't point outside itself, and no pickled object.
+with common lengths share one offsets array. Header and schema determine all positions: a frame contains none, so a
+corrupt one can't point outside itself, and no pickled object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FrameError(ValueError):
 
 
 class _Layout(NamedTuple):
-    """Where the parts of a frame begin, in bytes: values by column, offsets by the column whose lengths they are."""
+    """Starts of a frame's parts in bytes: values by column, offsets by the column of the lengths."""
 
     rows: int
     offsets: dict[str, int]
@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
 
 
 def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
-    """The size of a frame of so many rows whose columns have these numbers of values (a dense one: `num_rows`)."""
+    """The bytes of a frame with `num_rows` rows and these numbers of values by column (dense: `num_rows`)."""
     return _layout(num_rows, {name: num_values[name] for name in _in_schema_order(tuple(num_values))}).num_bytes
 
 
@@ -82,7 +82,7 @@ class CheckedColumns:
 
 
 class OutgoingFrame:
-    """A batch that is about to be written. Raises ValueError for columns that break the schema."""
+    """A batch to write. Raises ValueError for columns that break the schema."""
 
     def __init__(self, batch: Batch):
         self._rows = batch.rows.numpy()
@@ -109,7 +109,7 @@ class OutgoingFrame:
 
 
 def pack(batch: Batch) -> Tensor:
-    """The batch's frame in memory of its own, on the host."""
+    """Return the batch's frame in memory of its own, on the host."""
     outgoing = OutgoingFrame(batch)
     frame = torch.empty(outgoing.num_bytes, dtype=torch.uint8)
     outgoing.write(frame)
@@ -117,7 +117,7 @@ def pack(batch: Batch) -> Tensor:
 
 
 def read_frame(frame: Tensor) -> Batch:
-    """The batch in a frame (uint8 [num_bytes]), as views of its memory.
+    """Return the batch in a frame (uint8 [num_bytes]), as views of its memory.
 
     Raises FrameError for anything but a frame of this schema.
     """
@@ -144,10 +144,10 @@ def read_frame(frame: Tensor) -> Batch:
 
 
 def values_of(names: Iterable[str], sizes: Mapping[str, Any], start: Any) -> tuple[dict[str, Any], Any]:
-    """Where the values of each column begin that lie one behind the other from byte `start` on, and where all end.
+    """Return where each column's values begin if stored in order from byte `start` on, and the end of all.
 
-    `names` are in schema order; `sizes` are numbers of values, by column. Sizes and `start` may be arrays over many
-    such runs. A column's place counts values of its own dtype, as it is found in an array of these.
+    `names` are in schema order; `sizes` are numbers of values by column. Sizes and `start` may be arrays over many
+    runs. A column's place is an index into an array of its own dtype.
     """
     places = {}
     for name in names:
@@ -163,7 +163,7 @@ def _in_schema_order(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _layout(num_rows: int, num_values: Mapping[str, int]) -> _Layout:
-    """Lay out columns that are given in schema order. Plain integers: no count is too large to be compared."""
+    """Lay out columns given in schema order. Plain integers, so that no count overflows."""
     rows = _aligned(_WORD * (_FIXED_WORDS + 2 * len(num_values)))
     end = rows + _aligned(_WORD * num_rows)
     offsets: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _store(memory: NDArray[np.uint8], start: int, source: NDArray[Any]) -> None:
 
 
 def _read_header(frame: Tensor) -> tuple[int, dict[str, int]]:
-    """The number of rows, and each column's number of values; sizes aren't compared with the frame's yet."""
+    """Return the number of rows, and each column's number of values; not yet checked against the frame's size."""
     if frame.dtype != torch.uint8 or frame.ndim != 1 or not frame.is_contiguous() or frame.device.type != "cpu":
         raise FrameError(f"a frame is a run of bytes on the host, not {frame.dtype} {tuple(frame.shape)}")
     size = frame.numel()
@@ -229,7 +229,7 @@ def _check_count(name: str, num_values: int, end: int) -> None:
 
 
 def _check_same(name: str, lengths: str, known: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
-    # Bytes compare faster; whatever type offsets have, it is their values that must be equal.
+    # Bytes compare faster; with other dtypes the values must be equal.
     if known.tobytes() != offsets.tobytes() and not np.array_equal(known, offsets):
         raise ValueError(
             f"column {name!r} has other row lengths than the columns beside it, but the schema says that all of "
@@ -238,7 +238,7 @@ def _check_same(name: str, lengths: str, known: NDArray[np.int64], offsets: NDAr
 
 
 def _checked_end(lengths: str, bounds: NDArray[np.int64]) -> int:
-    """The last of the offsets of this column's lengths, after a check that they cut values into rows."""
+    """Return the last of the offsets of this column's lengths, after a check that they cut values into rows."""
     # Compared, not subtracted: a difference of two int64 may overflow.
     if bounds.item(0) != 0 or np.count_nonzero(bounds[1:] < bounds[:-1]):
         raise FrameError(f"offsets of column {lengths!r} must begin with 0 and never fall")

@@ -1,4 +1,4 @@
-"""A batch's contents on disk: the replicated metadata of its rows, and each node's payload; read back on any nodes."""
+"""Batches on disk: the rows' replicated metadata, and each node's payload; readable on any nodes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NODE_FILES = "node_*.safetensors"
 
 
 def snapshot(lives: RowLives) -> Arrays:
-    """The lives as arrays, the same on all ranks between two commits.
+    """Return the lives as arrays, equal on all ranks between two commits.
 
-    Claims aren't saved, as their holders end with the job. Raises ValueError for a claimed row that has a column of the
-    claiming state already: it can't be made again.
+    Claims aren't saved, as their holders end with the job. Raises ValueError for a claimed row that already has a
+    column of the claiming state, which can't be made again.
     """
     catalogue = lives.catalogue
     _refuse_half_made(lives)
@@ -99,7 +99,7 @@ def read_lives(folder: Path) -> Arrays:
 
 
 def write_columns(folder: Path, node: int, catalogue: Catalogue, rows: Integers, warehouse: Warehouse) -> Path:
-    """Write what a node's rows have, but for the prompts, which the next job reads again, into the node's file."""
+    """Write a node's columns into its file, except prompts, which the next job reads again."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, having in _columns_of(catalogue, rows):
@@ -111,9 +111,9 @@ def write_columns(folder: Path, node: int, catalogue: Catalogue, rows: Integers,
 
 
 def read_columns(folder: Path, catalogue: Catalogue, rows: Integers) -> Iterator[Batch]:
-    """Read what all nodes wrote of these rows, in batches of one column each.
+    """Read these rows from all nodes' files, in batches of one column each.
 
-    Raises ValueError at the end if a column is missing that the catalogue has of a row.
+    Raises ValueError at the end if a row lacks a column that the catalogue has.
     """
     missing = dict(_columns_of(catalogue, rows))
     for path in sorted(folder.glob(_NODE_FILES)):
@@ -132,7 +132,7 @@ def read_columns(folder: Path, catalogue: Catalogue, rows: Integers) -> Iterator
 
 
 def _columns_of(catalogue: Catalogue, rows: Integers) -> Iterator[tuple[str, Integers]]:
-    """The columns of these rows but for the prompts, each with those that have it."""
+    """Yield the columns of these rows except prompts, each with the rows that have it."""
     columns = catalogue.columns[rows]
     for name in names_of_mask(int(np.bitwise_or.reduce(columns, initial=0))):
         if name not in PROMPT_COLUMNS:
@@ -140,13 +140,13 @@ def _columns_of(catalogue: Catalogue, rows: Integers) -> Iterator[tuple[str, Int
 
 
 def column_tensors(batch: Batch, prefix: str = "") -> dict[str, Tensor]:
-    """The columns of a batch as a safetensors file names them: PREFIX + NAME/values, ragged ones NAME/offsets too."""
+    """The columns of a batch under their safetensors names: PREFIX + NAME/values, if ragged NAME/offsets too."""
     tensors = {}
     for name in batch.names:
         is_ragged = batch.is_ragged(name)
         tensors[f"{prefix}{name}/values"] = (batch.values(name) if is_ragged else batch.dense(name)).contiguous()
         if is_ragged:
-            # Columns may have theirs in common, and a file may hold no memory twice.
+            # Columns may share offsets, but a file may not hold shared memory.
             tensors[f"{prefix}{name}/offsets"] = batch.offsets(name).clone()
     return tensors
 

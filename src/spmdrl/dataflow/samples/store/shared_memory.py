@@ -1,8 +1,8 @@
-"""The memory that the ranks of one node share for samples: one sparse file per rank, which all of them map.
+"""Shared memory of a node's ranks for samples: one sparse file per rank, mapped by all.
 
-The files have no name that could outlive the processes: the node's first rank makes them, the others open them through
-it, and from then on they last as long as a process maps them. Only one rank, the writer, stores into a file: frames,
-one behind the other, until all of them are forgotten at a step's end.
+The files have no names that could outlive the processes: the node's first rank makes them, the others open them through
+it, and they last as long as a process maps them. Only one rank, the writer, appends frames to a file, until all are
+forgotten at a step's end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Place(NamedTuple):
-    """Where a frame lies in the node's memory."""
+    """Place of a frame in the node's memory."""
 
     writer: int
-    """the local rank that stored it"""
+    """local rank that stored it"""
     start: int
     """bytes from the start of that writer's file"""
     num_bytes: int
@@ -45,11 +45,11 @@ class SharedFile(NamedTuple):
     descriptor: int
     path: str
     is_named: bool
-    """the path stays until it is unlinked"""
+    """True if the path stays until it is unlinked"""
 
 
 def memory_file() -> SharedFile:
-    """A file in memory, without a name. Linux only."""
+    """Return a file in memory, without a name. Linux only."""
     # By libc: builds of Python against an old one lack os.memfd_create on systems that have it.
     descriptor = _LIBC.memfd_create(b"spmdrl-samples", _CLOSE_ON_EXEC)
     if descriptor < 0:
@@ -58,7 +58,7 @@ def memory_file() -> SharedFile:
 
 
 def temporary_file() -> SharedFile:
-    """A file in the temporary folder, for platforms without files in memory."""
+    """Return a file in the temporary folder, for platforms without files in memory."""
     descriptor, path = tempfile.mkstemp(prefix="spmdrl-samples-")
     return SharedFile(descriptor, path, is_named=True)
 
@@ -75,10 +75,10 @@ class PoolHost:
             os.ftruncate(files[-1].descriptor, file_bytes)
         entries = [[file.path, os.fstat(file.descriptor).st_ino] for file in files]
         self.address = json.dumps({"files": entries, "file_bytes": file_bytes}).encode()
-        """what the node's processes need to open the pool, the host's own included"""
+        """address for the node's processes, this one included, to open the pool"""
 
     def forget_names(self) -> None:
-        """End the opening: no process can open the files any more, and the memory lasts as long as those that did."""
+        """Close the files to further processes; the memory lasts as long as those that opened it."""
         self._forget()
 
 
@@ -87,8 +87,8 @@ def host_pool(
 ) -> PoolHost:
     """Make one sparse file per writer.
 
-    `capacity_bytes`: what each writer may store, by default the machine's memory, since only pages that were written
-    take memory. `create` makes one file, by default in memory wherever the platform can.
+    `capacity_bytes` is each writer's limit, by default the machine's memory, since only written pages take memory.
+    `create` makes one file, by default in memory if the platform can.
     """
     page = mmap.PAGESIZE
     capacity = os.sysconf("SC_PHYS_PAGES") * page if capacity_bytes is None else capacity_bytes
@@ -102,8 +102,8 @@ def host_pool(
 class Pool:
     """A rank's part in its node's memory.
 
-    Views hold the memory mapped for as long as they live, after `close` too; what they show is only what was stored
-    until the writer clears its file.
+    Views keep the memory mapped while they live, even after `close`; their content is valid until the writer clears its
+    file.
     """
 
     def __init__(self, address: bytes, writer: int):
@@ -118,12 +118,12 @@ class Pool:
         self._own_file = _open(*files[writer])
         self._close_own_file = weakref.finalize(self, os.close, self._own_file)
         self._end = 0
-        """where the next frame begins"""
+        """start of the next frame"""
         self._touched = 0
-        """where the pages that earlier batches reached end"""
+        """end of the pages that earlier batches touched"""
 
     def allocate(self, num_bytes: int) -> Place:
-        """Room in this rank's file, from a multiple of 64 on. Raises MemoryError if none is left."""
+        """Allocate room in this rank's file, aligned to 64 bytes. Raises MemoryError if none is left."""
         assert num_bytes > 0, num_bytes
         start = self._end
         if start + num_bytes > self._file_bytes:
@@ -135,13 +135,13 @@ class Pool:
         return Place(self.writer, start, num_bytes)
 
     def array(self, writer: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The whole of a writer's file as values of a dtype, without a copy."""
+        """Return the whole of a writer's file as values of a dtype, without a copy."""
         if (writer, dtype) not in self._arrays:
             self._arrays[writer, dtype] = np.frombuffer(self._maps[writer], dtype)
         return self._arrays[writer, dtype]
 
     def check(self, places: Integers) -> None:
-        """Raises ValueError for places [frames, 3 or more] that don't lie in the pool."""
+        """Raise ValueError for places [frames, 3 or more] that don't lie in the pool."""
         writers, starts, sizes = places[:, 0], places[:, 1], places[:, 2]
         # Compared with what is left, not added: a sum of two int64 may overflow.
         lies_in = (writers >= 0) & (writers < self.num_writers) & (starts >= 0) & (sizes > 0)
@@ -153,10 +153,10 @@ class Pool:
             )
 
     def clear(self) -> None:
-        """Free all room in this rank's file, which must not be read from then on.
+        """Free all room in this rank's file, which must not be read afterwards.
 
-        Pages that this batch reached are kept for the next one; those that only earlier ones reached return to the
-        system, where the platform can punch holes into files.
+        Pages that this batch touched are kept for the next one; those touched only by earlier ones return to the
+        system, if the platform can punch holes into files.
         """
         used_until = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
         if used_until < self._touched and hasattr(mmap, "MADV_REMOVE"):
@@ -165,18 +165,18 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """What this rank's file takes of the machine's memory."""
+        """Memory that this rank's file takes."""
         return os.fstat(self._own_file).st_blocks * 512
 
     def close(self) -> None:
-        """Let go of the memory; the last process to do so frees it."""
+        """Unmap the memory; the last process to do so frees it."""
         self._maps = []
         self._arrays = {}
         self._close_own_file()
 
 
 def open_pool(world: World) -> Pool | None:
-    """The memory that the ranks of this node share, made by the first of them; None for a rank that is alone there.
+    """The memory shared by this node's ranks, made by the first of them; None for a rank alone there.
 
     Collective over all ranks.
     """
@@ -201,7 +201,7 @@ def _forget(files: Sequence[SharedFile]) -> None:
 
 
 def _open(path: str, inode: int) -> int:
-    """A descriptor of the file. Raises OSError, also where another file has its path."""
+    """Return a descriptor of the file. Raises OSError, also if another file has its path."""
     hint = "the ranks of a node must run as one user, see each other in /proc, and start together"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -219,7 +219,8 @@ def _map(path: str, inode: int, num_bytes: int) -> mmap.mmap:
         mapping = mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
-    # A crash must not spend minutes on writing a sparse map of the machine's whole memory, nor put samples on a disk.
+    # Left out of core dumps: a crash must not spend minutes on a sparse map of the machine's whole memory, nor put
+    # samples on a disk.
     if hasattr(mmap, "MADV_DONTDUMP"):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping

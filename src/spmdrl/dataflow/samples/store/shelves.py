@@ -1,8 +1,8 @@
-"""Where each row's columns are: the index of a warehouse, and the batches that its readers get.
+"""Index of a warehouse: the places of rows' columns, and batches for its readers.
 
 Rows that were stored together are a chunk. A slot is a chunk's number and a position in it, so that rows with
-consecutive slots lie one behind the other and each column of theirs is one slice of memory. A shelf has the slot of
-each row, for the columns that are always stored together.
+consecutive slots are adjacent and each of their columns is one slice of memory. A shelf has each row's slot for columns
+that are always stored together.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _OFFSET_BYTES = 8
 
 
 class Memory(Protocol):
-    """Holds the values of chunks."""
+    """Memory with the values of chunks."""
 
     @property
     def link(self) -> Link:
-        """How far it is from this rank."""
+        """Distance of the memory from this rank."""
 
     def array(self, name: str) -> NDArray[np.generic]:
-        """All that it holds, as values of the column's dtype."""
+        """Return all that it holds, as values of the column's dtype."""
 
 
 class Chunk(NamedTuple):
@@ -42,28 +42,28 @@ class Chunk(NamedTuple):
     num_rows: int
     memory: Memory
     starts: Mapping[str, int]
-    """by column, where its values begin in the memory's array"""
+    """start of each column's values in the memory's array"""
     bounds: Mapping[str, Integers]
-    """by the column that lengths are announced under, where rows begin among the values, and the last one's end"""
+    """starts of rows among the values and the last one's end, by the column that lengths are announced under"""
     num_bytes: int
-    """of values and offsets"""
+    """bytes of values and offsets"""
 
 
 class Shelves:
-    """Finds rows in chunks. Not thread-safe: its owner holds a lock."""
+    """Index of rows in chunks. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._chunks: list[Chunk] = []
         self._shelves: dict[tuple[str, ...], Integers] = {}
-        """by the columns that are stored together, the slot of each row; the last is of none"""
+        """slot of each row, by the columns stored together; the last entry is no row's"""
 
     def add(
         self, names: tuple[str, ...], chunks: Sequence[Chunk], rows: ArrayLike, positions: ArrayLike | None = None
     ) -> None:
         """Add chunks of these columns. Raises ValueError for a row that has one of the columns already.
 
-        `rows` are the rows at each position, or with `positions` those at these, of which several may be equal.
+        `rows` are the rows at each position, or with `positions` at these, several of which may be equal.
         """
         index = np.asarray(rows, dtype=np.int64)
         for key, shelf in self._shelves.items():
@@ -84,7 +84,8 @@ class Shelves:
         self.num_bytes += sum(chunk.num_bytes for chunk in chunks)
 
     def find(self, names: Iterable[str], rows: Integers) -> list[Found]:
-        """Where the rows lie, for columns that lie alike. Raises KeyError naming row and column if one is missing."""
+        """Find the rows, grouped by columns stored together. Raises KeyError, naming row and column, for missing
+        ones."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for name in names:
             alike.setdefault(tuple([key for key in self._shelves if name in key]), []).append(name)
@@ -92,7 +93,7 @@ class Shelves:
         for keys, group in alike.items():
             slots = np.full(rows.size, _ABSENT)
             for key in keys:
-                # A row is on one of the shelves, and absent on all others.
+                # A row is on only one of the shelves.
                 np.maximum(slots, self._shelves[key].take(rows, mode="clip"), out=slots)
             _refuse_missing(group[0], rows, slots)
             found.append(Found(group, self._chunks, slots))
@@ -110,24 +111,24 @@ def _refuse_missing(name: str, rows: Integers, slots: Integers) -> None:
 
 
 class GatheredColumns:
-    """The columns of some rows as they are put together."""
+    """Columns of some rows under assembly."""
 
     def __init__(self) -> None:
         self.columns: dict[str, Tensor] = {}
         self.offsets: dict[str, Tensor] = {}
         self.num_bytes: dict[Link, dict[str, int]] = {}
-        """of each column, one offset per row included, by where its rows lie"""
+        """bytes by link and column, one offset per row included"""
 
 
 class Found:
-    """Rows, for columns that lie alike: pieces of consecutive slots, each one slice of memory for each column."""
+    """Rows found for columns stored together: pieces of consecutive slots, each one slice of memory per column."""
 
     def __init__(self, names: list[str], chunks: Sequence[Chunk], slots: Integers):
         breaks = np.flatnonzero(slots[1:] - slots[:-1] != 1)
         firsts, lasts = slots[np.concatenate([[0], breaks + 1])], slots[np.concatenate([breaks, [-1]])]
         self._names = names
         self._chunks = [chunks[number] for number in (firsts >> _POSITION_BITS).tolist()]
-        """of each piece"""
+        """chunk of each piece"""
         links = [chunk.memory.link for chunk in self._chunks]
         self._are_at = {link: np.array([other is link for other in links]) for link in dict.fromkeys(links)}
         self._firsts, self._ends = firsts & _POSITIONS, (lasts & _POSITIONS) + 1
@@ -153,11 +154,11 @@ class Found:
                 into.num_bytes.setdefault(link, {})[name] = int(num_bytes_P[is_there_P].sum())
 
     def _cut(self, lengths: str) -> tuple[Tensor, Integers, Integers]:
-        """The rows' offsets [B + 1], and where pieces begin and end among the values of their chunks."""
+        """Return the rows' offsets [B + 1], and where pieces begin and end among the values of their chunks."""
         spans = zip(self._chunks, self._firsts.tolist(), self._ends.tolist(), strict=True)
         bounds = np.concatenate([chunk.bounds[lengths][first : end + 1] for chunk, first, end in spans], dtype=np.int64)
         sizes = self._ends - self._firsts
-        # Each piece has one bound more than it has rows.
+        # Each piece has one more bound than rows.
         index_B = np.arange(sizes.sum()) + np.arange(sizes.size).repeat(sizes)
         offsets = np.concatenate([[0], (bounds[index_B + 1] - bounds[index_B]).cumsum()])
         lasts = (sizes + 1).cumsum() - 1
@@ -165,7 +166,7 @@ class Found:
 
 
 def collect(found: Iterable[Found]) -> GatheredColumns:
-    """The columns of some rows: views where the rows lie one behind the other in one chunk, else one copy."""
+    """Return the columns of some rows: views if the rows are adjacent in one chunk, else one copy."""
     out = GatheredColumns()
     for placement in found:
         placement.gather(out)

@@ -1,7 +1,7 @@
-"""A node's warehouse, as one rank of the node sees it: the payload of the rows whose home is this node.
+"""A rank's view of its node's warehouse: the payload of rows whose home is this node.
 
-On a node with several ranks the payload lies in shared memory that the local-rank-0 process created. Each rank writes
-columns into its own file and reads all files in place; the next commit brings it the places of the others' columns.
+On a node with several ranks the payload lies in shared memory created by local rank 0. Each rank writes columns into
+its own file and reads all files in place; the next commit brings the places of the others' columns.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _OFFSET_BYTES = 8
 
 
 class Warehouse:
-    """Stores and finds rows of this node. Thread-safe: RPC threads and the owner call it at once.
+    """Store of this node's rows. Thread-safe: RPC threads and the owner call it concurrently.
 
-    What `get` returns may be views of stored rows: they must not be changed, and are valid until `clear`.
+    `get` may return views of stored rows: they must not be changed, and are valid until `clear`.
     """
 
     def __init__(self, pool: Pool | None = None):
-        """`pool`: the memory that the node's ranks share; None: this rank is alone on its node."""
+        """`pool` is the node's shared memory; None: this rank is alone on its node."""
         self._pool = pool
         self._files = [] if pool is None else [_File(pool, writer) for writer in range(pool.num_writers)]
         self._lock = threading.RLock()
         self._shelves = Shelves()
 
     def put(self, batch: Batch) -> Place | None:
-        """Store rows; returns where in the node's memory. A rank alone on its node keeps the tensors as they are.
+        """Store rows; returns their place in the node's memory. A rank alone on its node keeps the tensors.
 
-        Raises ValueError for a row that has one of the columns already, or columns that break the schema.
+        Raises ValueError for a row that already has one of the columns, or columns that break the schema.
         """
         if not len(batch) or not batch.names:
             return None
@@ -75,10 +75,10 @@ class Warehouse:
             self._add(batch, _Kept(batch), dict.fromkeys(batch.names, 0), bounds, index, positions)
 
     def add_stored(self, metadata: RowMetadata, is_here: NDArray[np.bool_], lengths: Callable[[str], Integers]) -> None:
-        """Index what other ranks of this node stored.
+        """Index columns that other ranks of this node stored.
 
-        `is_here` [num_rows] marks the rows that live on this node; `lengths` gives the row lengths [num_rows] of a
-        ragged column. Raises ValueError for places that can't hold these columns.
+        `is_here` [num_rows] marks rows that live on this node; `lengths` returns the row lengths [num_rows] of a ragged
+        column. Raises ValueError for places that can't hold these columns.
         """
         if self._pool is None or not len(metadata.places):
             return
@@ -93,7 +93,7 @@ class Warehouse:
             self._shelves.add(tuple(sorted(names)), chunks, rows)
 
     def get(self, rows: ArrayLike | Tensor, names: Iterable[str], volume: Volume | None = None) -> Batch:
-        """The named columns of the rows, in the given order. Raises KeyError naming a missing row and column."""
+        """Return the named columns of the rows, in this order. Raises KeyError, naming a missing row and column."""
         index = np.asarray(rows, dtype=np.int64)
         if not index.size:
             return empty_batch(names)
@@ -106,7 +106,7 @@ class Warehouse:
         return Batch.of_packed(torch.from_numpy(index.copy()), gathered.columns, gathered.offsets)
 
     def clear(self) -> None:
-        """Forget all rows; memory that a larger batch needed once returns to the system."""
+        """Forget all rows; memory beyond this batch's needs returns to the system."""
         with self._lock:
             self._shelves = Shelves()
             if self._pool is not None:
@@ -114,13 +114,13 @@ class Warehouse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows that are held and indexed here."""
+        """Bytes of all rows held and indexed here."""
         with self._lock:
             return self._shelves.num_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What this rank's rows take of the machine's memory, freed pages that are kept for the next batch included."""
+        """Memory of this rank's rows, with freed pages kept for the next batch."""
         return self.num_bytes if self._pool is None else self._pool.held_bytes
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Warehouse:
     def _chunks_at(
         self, places: Integers, names: list[str], rows: Integers, lengths: Callable[[str], Integers]
     ) -> list[Chunk]:
-        """The chunks at these places [chunks, 4], which hold these rows one after the other."""
+        """Return the chunks at these places [chunks, 4], which hold these rows in order."""
         assert self._pool is not None, "only ranks that share memory have places in it"
         self._pool.check(places)
         key_of = {name: length_column(name) for name in names if rule_of(name).column.ragged}
@@ -179,7 +179,7 @@ class _File:
 
 
 class _Kept:
-    """A batch that is kept as it is."""
+    """A batch kept as it is."""
 
     link = Link.PROCESS
 
@@ -192,7 +192,7 @@ class _Kept:
 
 
 class OneNode:
-    """The payload of a job on one node: all rows are in its warehouse."""
+    """Payload of a job on one node: all rows are in its warehouse."""
 
     def __init__(self, warehouse: Warehouse, volume: Volume):
         self._warehouse = warehouse

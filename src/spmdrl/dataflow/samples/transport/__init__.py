@@ -1,1 +1,1 @@
-"""How payload travels: in place within a node, point to point at stage boundaries, by request otherwise."""
+"""Transport of payload: in place within a node, point to point at stage boundaries, by request otherwise."""

@@ -1,7 +1,7 @@
-"""The exchange at a stage boundary: rows go from their home nodes to the ranks that took them, point to point.
+"""Exchange at a stage boundary: rows go point to point from their home nodes to the ranks that took them.
 
-Every rank has in its metadata which rank takes which rows and how long they are, so sender and receiver derive the
-same messages and sizes, and nothing is requested.
+Every rank's metadata has all shares and row lengths, so sender and receiver derive the same messages and sizes, and
+nothing is requested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transfer:
 
 
 def transfers(shares: Mapping[int, Integers], homes: Integers, launch: LaunchEnvironment) -> list[Transfer]:
-    """What must cross nodes so that each rank of `shares` gets its rows; `homes` is by row.
+    """Return the transfers between nodes that bring each rank of `shares` its rows; `homes` is by row.
 
     Any rank of the home node can read the rows, so a node's messages are spread over its ranks.
     """
@@ -57,11 +57,10 @@ class Exchange:
         read: Callable[[Integers], Batch],
         num_values: Callable[[Integers], Mapping[str, int]],
     ) -> list[Batch]:
-        """Send and receive; returns what came, in the order of `moves`. Collective over the ranks of `moves`.
+        """Send and receive; returns received batches in the order of `moves`. Collective over the ranks of `moves`.
 
-        `read` gives the columns of rows that live on this node, `num_values` how many values they have, by column.
-        Raises TimeoutError for a message that misses the deadline, ConnectionError for a lost rank; both name
-        the rows.
+        `read` returns columns of this node's rows, `num_values` their numbers of values by column. Raises TimeoutError
+        for a message that misses the deadline, ConnectionError for a lost rank; both name the rows.
         """
         pending, frames, kept = [], [], []
         for move in moves:
@@ -72,7 +71,7 @@ class Exchange:
         for move in moves:
             if move.sender == self._rank:
                 frame = pack(read(move.rows))
-                # The memory must stay until the message is out.
+                # The memory must live until the message is sent.
                 kept.append(frame)
                 pending.append((move, dist.isend(frame, dst=move.receiver)))
         deadline = time.monotonic() + self._timeout_seconds

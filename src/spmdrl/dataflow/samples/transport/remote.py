@@ -1,6 +1,6 @@
 """Requests to warehouses of other nodes, by TensorPipe RPC with a deadline: single reads and foreign puts.
 
-What travels is ids and frames: the closed list at the end of this file is all that another process may run here.
+Only ids and frames travel; other processes may run only the closed list at the end of this file here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmdrl.resources.world import World
 
 
 class RemoteWarehouses:
-    """The warehouses of other nodes. Opening and a graceful `leave` are collective over all ranks."""
+    """Warehouses of other nodes. Construction and a graceful `leave` are collective over all ranks."""
 
     def __init__(self, own: Warehouse, world: World, timeout_seconds: float, *, plain_tcp: bool = False):
         self._world = world
@@ -35,13 +35,13 @@ class RemoteWarehouses:
         self._joined = True
 
     def put(self, warehouse: int, batch: Batch) -> Place | None:
-        """Store rows; returns where in that node's memory, if its ranks share one."""
+        """Store rows; returns their place in that node's memory, if its ranks share one."""
         what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
         (place,) = self._call(warehouse, what, remote_put, pack(batch))
         return Place(*place.tolist()) if place.numel() else None
 
     def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
-        """The named columns of the rows, in this order. Raises KeyError with row and column where one is missing."""
+        """The named columns of the rows, in this order. Raises KeyError, naming a missing row and column."""
         columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
         (frame,) = self._call(warehouse, f"for {_columns_of_rows(names, rows)} from", remote_get, rows, columns)
         return read_frame(frame)
@@ -57,7 +57,7 @@ class RemoteWarehouses:
             _hosted = None
 
     def _call(self, warehouse: int, what: str, function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
-        """Run one of the remote functions at a warehouse; raises TimeoutError or ConnectionError when it can't."""
+        """Run a remote function at a warehouse. Raises TimeoutError or ConnectionError if it can't."""
         host = self._world.launch.first_rank_of(warehouse)
         started = time.perf_counter()
         try:
@@ -74,15 +74,15 @@ class RemoteWarehouses:
         return list(tensors)
 
 
-# Remote functions: the closed list of what another process may run here. They see ids and frames only, and answer
-# (kind of refusal, text, tensors), so that no exception object travels.
+# Remote functions: the closed list that other processes may run here. They get only ids and frames, and return (kind of
+# refusal, text, tensors), so that no exception object travels.
 
 _hosted: Warehouse | None = None
 _REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
 
 def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Store the batch of this frame; the answer is its place in the node's memory."""
+    """Store the batch of this frame; returns its place in the node's memory."""
 
     def put(warehouse: Warehouse) -> list[Tensor]:
         return [torch.tensor(warehouse.put(read_frame(frame)) or (), dtype=torch.int64)]
@@ -91,7 +91,7 @@ def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
 
 
 def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
-    """The columns with these schema numbers of these rows, as a frame."""
+    """Return the columns with these schema numbers of these rows, as a frame."""
 
     def get(warehouse: Warehouse) -> list[Tensor]:
         numbers = columns.tolist()

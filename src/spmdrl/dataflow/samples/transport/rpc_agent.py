@@ -18,8 +18,8 @@ from spmdrl.resources.world import World
 from spmdrl.runtime.network.gate import RPC, Address, Gate, Target
 from spmdrl.runtime.network.sockets import LOOPBACK
 
-# TensorPipe finds out that two processes share a kernel and then takes a shortcut past the network between them.
-# Only connections that it makes by TCP, and all to the same address, can lead through a gate.
+# TensorPipe bypasses the network between processes that share a kernel. Only its TCP connections, all to the same
+# address, can lead through a gate.
 PLAIN_TCP: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]}
 _SCHEME = "spmdrl"
 _AGENT_PREFIX = b"uv://"
@@ -35,7 +35,7 @@ def join_rpc(
     """Start the agent, which runs only these functions. Collective over all ranks."""
     global _store
     install_guard(functions)
-    # Ranks start agents one after the other, the same ones in the same order.
+    # All ranks start the same agents in the same order.
     store = dist.PrefixStore(f"rpc/{next(_numbers)}", world.store)
     _store = store if world.gate is None else AgentAddresses(store, world, world.gate)
     _register_rendezvous()
@@ -72,7 +72,7 @@ def _register_rendezvous() -> None:
     try:
         dist.register_rendezvous_handler(_SCHEME, _rendezvous)
     except RuntimeError:
-        # Registered by an earlier agent of this process.
+        # An earlier agent of this process registered it.
         return
 
 
@@ -82,7 +82,7 @@ def _rendezvous(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
 
 
 class AgentAddresses(dist.Store):
-    """A store in which agents exchange addresses: what others read is the way to the agent through the gates."""
+    """Store for agents' addresses, in which others read a way to the agent through the gates."""
 
     def __init__(self, store: dist.Store, world: World, gate: Gate):
         super().__init__()

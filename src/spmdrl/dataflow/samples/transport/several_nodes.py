@@ -1,4 +1,4 @@
-"""The payload of a job on several nodes: rows lie in the warehouses of their homes, and cross nodes to their takers."""
+"""Payload of a job on several nodes: rows lie in the warehouses of their homes, and cross nodes to their takers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmdrl.resources.world import World
 
 
 class SeveralNodes:
-    """Puts and gets columns of rows; homes and lengths come from the catalogue. Warehouse n is that of node n.
+    """Columns of rows in all nodes' warehouses; homes and lengths come from the catalogue. Warehouse n is node n's.
 
     With locality, every rank has the prompts of all rows, which then never travel.
     """
@@ -35,9 +35,9 @@ class SeveralNodes:
         self._remote = RemoteWarehouses(own, world, timeout_seconds, plain_tcp=plain_tcp)
 
     def put(self, batch: Batch, catalogue: Catalogue) -> list[tuple[Batch, Place | None]]:
-        """Store columns in the homes of their rows, by a request where these are other nodes.
+        """Store columns in their rows' homes, by a request if these are other nodes.
 
-        Returns the rows of each home, and where they lie in its memory. Tensors of the batch may be taken over.
+        Returns each home's rows and their place in its memory. Tensors of the batch may be taken over.
         """
         homes, parts = catalogue.homes[batch.rows.numpy()], []
         for home in np.unique(homes).tolist():
@@ -49,7 +49,7 @@ class SeveralNodes:
         return parts
 
     def get(self, rows: Integers, names: list[str], catalogue: Catalogue) -> Batch:
-        """The columns of any rows, by requests to other nodes where they live there, in row order."""
+        """Return the columns of any rows in row order, by requests to other nodes for rows that live there."""
         homes, parts = catalogue.homes[rows], []
         for home in np.unique(homes).tolist():
             here = rows[homes == home]
@@ -61,7 +61,7 @@ class SeveralNodes:
         return _joined(parts, names)
 
     def exchange(self, own: Integers, shares: Mapping[int, Integers], names: list[str], catalogue: Catalogue) -> Batch:
-        """This rank's rows, while ranks send each other what crosses nodes. Collective over all ranks."""
+        """Return this rank's rows, while ranks exchange rows that cross nodes. Collective over all ranks."""
         travelling = self._travelling(names)
         came = self._exchange.run(
             transfers(shares, catalogue.homes, self._world.launch),
@@ -83,7 +83,7 @@ class SeveralNodes:
         return [name for name in names if name not in self._everywhere]
 
     def _received(self, batch: Batch, names: list[str]) -> Batch:
-        """Rows that came from another node, together with the columns that needn't travel."""
+        """Add local columns to rows from another node."""
         self._volume.count_get(Link.CROSS_NODE, column_bytes(batch))
         kept = [name for name in names if name in self._everywhere]
         if kept:
@@ -96,7 +96,7 @@ def _num_values(catalogue: Catalogue, rows: Integers, name: str) -> int:
 
 
 def _joined(parts: list[Batch], names: Iterable[str]) -> Batch:
-    """Rows from several places as one batch, in row order."""
+    """Join rows from several places in one batch, in row order."""
     if not parts:
         return empty_batch(names)
     if len(parts) == 1:

@@ -1,9 +1,9 @@
 """An allow-list in front of the unpickler of `torch.distributed.rpc`, the one place of the code that meets pickle.
 
-RPC pickles callables by reference and runs whatever arrives. With the guard, what arrives may name only the dock's
-remote functions, RPC's own start and stop messages, plain containers and tensors. It doesn't cover calls that RPC
-decodes in C++ (built-in tensor operators by name), which is one reason why the transport listens on a loopback or
-private interface only.
+RPC pickles callables by reference and runs whatever arrives. With the guard, messages may name only the dock's remote
+functions, RPC's own start and stop messages, plain containers and tensors. It doesn't cover calls that RPC decodes in
+C++ (built-in tensor operators by name), which is one reason why the transport listens on a loopback or private
+interface only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TENSOR_METHOD = "_tensor_receiver"
 
 
 def _tensor_receiver(owner: object, name: object) -> Callable[[int], Any]:
-    """Stands for `getattr`, of which it does only what a tensor needs."""
+    """Replace `getattr`, with only what a tensor needs."""
     if owner != _TENSOR_OWNER or name != _TENSOR_METHOD:
         raise pickle.UnpicklingError(f"refused to look up {name!r}: only tensors may be received")
     return internal._InternalRPCPickler._tensor_receiver
 
 
 def _rpc_globals() -> dict[tuple[str, str], Any]:
-    """What RPC itself sends: calls, errors, and the messages by which ranks start and stop together."""
+    """Return the names in RPC's own messages: calls, errors, and the joint start and stop."""
     objects: list[Any] = [
         internal.PythonUDF,
         internal.RemoteException,
@@ -51,7 +51,7 @@ def _rpc_globals() -> dict[tuple[str, str], Any]:
 
 
 class AllowListUnpickler(pickle.Unpickler):
-    """Unpickles plain data and the names on the list; raises UnpicklingError for all else before anything runs."""
+    """Unpickler of plain data and listed names; raises UnpicklingError for anything else before it runs."""
 
     allowed: dict[tuple[str, str], Any] = {}
 
@@ -70,7 +70,7 @@ class AllowListUnpickler(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse the instructions that plain calls don't need, such as BUILD, which sets attributes of what it finds."""
+    """Refuse instructions that plain calls don't need, such as BUILD, which sets an object's attributes."""
     try:
         unknown = next((code.name for code, _, _ in pickletools.genops(data) if code.name not in _OPCODES), None)
     except ValueError as broken:
