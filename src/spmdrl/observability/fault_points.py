@@ -1,4 +1,4 @@
-"""Named points at which tests have a rank fail, by a hook that is None in the runs of users."""
+"""Named points at which tests make a rank fail, by a hook that is None in users' runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ hook: Callable[..., None] | None = None
 
 
 def faultpoint(name: str, *values: Any) -> None:
-    """Call the hook, if there is one, with what it may spoil: tensors, or the path of a file.
+    """Call the hook, if any, with values that it may corrupt: tensors, or a file's path.
 
-    The point `step` comes with a step's number wherever a thread begins to work on another step.
+    The point `step` gets a step's number wherever a thread begins another step.
     """
     if hook is not None:
         hook(name, *values)

@@ -1,4 +1,4 @@
-"""Trouble that doesn't stop a run: counted over its steps, warned of at once, and named in its outcome."""
+"""Trouble that doesn't stop a run: counts over its steps, immediate warnings, and a line in its outcome."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from spmdrl.observability.terminal.units import fixed, percent, scientific
 Metrics = Mapping[str, float]
 
 STEPS_BEFORE_WARNING = 3
-"""as many steps in a row without a signal are no coincidence"""
+"""number of consecutive steps without a signal that is no coincidence"""
 _COUNTED = {
     "health/updates": "update/count",
     "health/updates_skipped": "update/skipped",
     "health/updates_without_rows": "update/without_rows",
 }
-# What changes before a run gets worse, with the words for it.
+# Metrics that change before a run gets worse, with their names in messages.
 _SIGNS = {
     "reward": "sampled reward", "entropy": "entropy", "completions/clipped_ratio": "share of cut answers",
     "grad_norm": "gradient norm", "lr": "learning rate", "frac_advantage_zero": "share without advantage",
@@ -27,17 +27,17 @@ _SKIPPED_IN_A_ROW = "health/updates_skipped_in_a_row"
 _STEPS = "health/steps"
 _IDLE = "health/steps_without_signal"
 _IDLE_IN_A_ROW = "health/steps_without_signal_in_a_row"
-_KEPT_STEPS = 100  # Of each end of a run, whose middle says nothing of what changed.
+_KEPT_STEPS = 100  # At each end of a run; its middle isn't needed for trends.
 
 
 def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
-    """What has been counted in the run up to a step, given the metrics of the step `before` it."""
+    """Count over the run up to a step, given the metrics of the step `before` it."""
     known = {name: value for name, value in before.items() if name.startswith("health/")}
     if "update/count" not in metrics:
         return known
     counts = {total: known.get(total, 0.0) + metrics.get(name, 0.0) for total, name in _COUNTED.items()}
     counts[_SKIPPED_IN_A_ROW] = _skipped_in_a_row(metrics, known.get(_SKIPPED_IN_A_ROW, 0.0))
-    # Supervised steps have no advantages, and steps without rows are counted above.
+    # Supervised steps have no advantages; steps without rows are counted above.
     if "frac_advantage_zero" not in metrics:
         return known | counts
     idle = metrics["frac_advantage_zero"] == 1.0
@@ -48,14 +48,14 @@ def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
 
 
 def _skipped_in_a_row(metrics: Metrics, before: float) -> float:
-    """Updates with rows that were skipped since one was made, those of a step at once."""
+    """Update with rows that were skipped since one was made, those of a step at once."""
     with_rows = metrics["update/count"] - metrics.get("update/without_rows", 0.0)
     skipped = metrics.get("update/skipped", 0.0) - metrics.get("update/without_rows", 0.0)
     return before + skipped if skipped == with_rows else 0.0
 
 
 def too_many_skips(metrics: Metrics, most: int | None) -> str | None:
-    """Why a run is to end after a step: nothing has been learnt in its last updates; None: it isn't."""
+    """Explain why a run must end after a step, as its last updates were skipped; None if it goes on."""
     skipped = metrics.get(_SKIPPED_IN_A_ROW, 0.0)
     if most is None or skipped < most:
         return None
@@ -68,14 +68,14 @@ def too_many_skips(metrics: Metrics, most: int | None) -> str | None:
 
 
 class HealthWatch:
-    """Decides what to warn of in a run: each kind of trouble at its 1st, 10th, 100th, ... occurrence."""
+    """Warnings of a run: each kind of trouble at its 1st, 10th, 100th, ... occurrence."""
 
     def __init__(self) -> None:
         self._times: Counter[str] = Counter()
         self._history: list[Metrics] = []
 
     def warnings(self, step: int, metrics: Metrics) -> list[str]:
-        """What to warn of after a step, with the likely cause and a way out."""
+        """Return warnings after a step, with the likely cause and a way out."""
         self._history.append({name: metrics[name] for name in _SIGNS if name in metrics})
         del self._history[_KEPT_STEPS:-_KEPT_STEPS]
         due = [text for kind, text in _complaints(metrics, self._history) if self._is_due(kind)]
@@ -91,7 +91,7 @@ class HealthWatch:
 def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, int]:
     """A metric's mean over the first and the last tenth of the steps that have it, and the number of steps in a tenth.
 
-    At least five steps, or half of those that there are.
+    At least five steps, or half of all.
     """
     values = [step[name] for step in history if math.isfinite(step.get(name, math.nan))]
     size = max(len(values) // 10, min(5, len(values) // 2), 1)
@@ -99,7 +99,7 @@ def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, 
 
 
 def likely_cause(history: Sequence[Metrics]) -> str:
-    """Metrics that changed in a run that got worse or stopped learning, and the likeliest of three causes."""
+    """Describe metrics that changed in a run that got worse or stopped learning, and the likeliest cause."""
     ends = {name: [one.value for one in at_ends(history, name)[:2]] for name in _SIGNS}
     changed = [f"{_SIGNS[name]} {fixed(a, 3)} -> {fixed(b, 3)}" for name, (a, b) in ends.items() if a < b or a > b]
     (reward, now), (entropy, entropy_now), (cut, cut_now), (norm, norm_now), (_, lr), (_, idle) = ends.values()
@@ -116,7 +116,7 @@ def likely_cause(history: Sequence[Metrics]) -> str:
 
 
 def decline_of(history: Sequence[Metrics]) -> list[str]:
-    """Metrics that fell from a run's beginning to its end by more than chance, with the likely cause."""
+    """Describe metrics that fell over a run by more than chance, with the likely cause."""
     found = [step for step in history if "eval/accuracy" in step]
     is_accuracy = all(step["eval/accuracy"] == step.get("eval/reward", step["eval/accuracy"]) for step in found)
     name = "eval/accuracy" if is_accuracy else "eval/reward"
@@ -131,7 +131,7 @@ def decline_of(history: Sequence[Metrics]) -> list[str]:
 
 
 def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
-    """Trouble that a run's outcome must not hide, by the metrics of its last step and those of all."""
+    """Describe trouble for a run's outcome, from the metrics of its last step and of all steps."""
     updates, skipped = metrics.get("health/updates", 0.0), metrics.get("health/updates_skipped", 0.0)
     steps, idle = metrics.get(_STEPS, 0.0), metrics.get(_IDLE, 0.0)
     without_rows = metrics.get("health/updates_without_rows", 0.0)
@@ -142,14 +142,14 @@ def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
         )
     if without_rows:
         trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: {_why_without_rows(metrics)}")
-    # Late in a good run some steps have none.
+    # Late in a good run some steps have no signal.
     if 2 * idle > steps:
         trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0{likely_cause(history)}")
     return trouble + decline_of(history)
 
 
 def _complaints(metrics: Metrics, history: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
-    """Kind and text of all that is wrong with a step."""
+    """Yield kind and text of a step's troubles."""
     skipped, without_rows = metrics.get("update/skipped", 0.0), metrics.get("update/without_rows", 0.0)
     so_far = f"{metrics.get('health/updates_skipped', 0.0):.0f} of {metrics.get('health/updates', 0.0):.0f} so far"
     if skipped > without_rows:
@@ -184,7 +184,7 @@ def _complaints(metrics: Metrics, history: Sequence[Metrics]) -> Iterator[tuple[
 
 
 def _num_left_out(metrics: Metrics) -> float:
-    """Rows with a reward that the algorithm left out."""
+    """Count rows with a reward that the algorithm left out."""
     return metrics.get("select/dropped_rows", 0.0) - metrics.get("select/no_reward", 0.0)
 
 
@@ -193,7 +193,7 @@ def _why_without_rows(metrics: Metrics) -> str:
 
 
 def _broken(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """Metrics that aren't finite, but for those that the warning of a skipped update names."""
+    """Yield non-finite metrics, except those in the warning of a skipped update."""
     named = ("loss", "grad_norm") if metrics.get("update/skipped") else ()
     return ((name, value) for name, value in metrics.items() if not math.isfinite(value) and name not in named)
 

@@ -1,4 +1,4 @@
-"""JSON Lines files that survive a crash and a full disk: whole lines, written one by one, broken ones skipped."""
+"""JSON Lines files that survive a crash and a full disk: lines are written whole, and broken ones skipped."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlWriter:
-    """Appends JSON objects to a file, each a whole line or nothing.
+    """Writer that appends JSON objects to a file, each as a whole line or not at all.
 
-    Lines that a full or failing disk refuses wait in memory and are written, in order, once it takes them; beyond
+    Lines that a full or failing disk refuses are buffered and written, in order, once it works; beyond
     `_MAX_WAITING_BYTES` the oldest are lost. Each gives one warning per outage, and neither raises.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.num_lost = 0
-        """lines that were never written"""
+        """number of lines that were never written"""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._is_out = False
@@ -36,7 +36,7 @@ class JsonlWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Lines that the disk has not taken yet."""
+        """Number of buffered lines."""
         return len(self._waiting)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class JsonlWriter:
         self._flush()
 
     def truncate_after(self, step: int) -> None:
-        """As `truncate_jsonl`, before anything is logged."""
+        """Call `truncate_jsonl`, before anything is logged."""
         truncate_jsonl(self.path, step)
         os.close(self._descriptor)
         self._open()
@@ -81,7 +81,7 @@ class JsonlWriter:
         self._waiting_bytes = 0
 
     def _append(self, content: bytes) -> None:
-        """All of it, or none of it and OSError."""
+        """Append all of it, or raise OSError and append nothing."""
         before = os.fstat(self._descriptor).st_size
         try:
             while content:
@@ -93,7 +93,7 @@ class JsonlWriter:
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # A crash may have cut the last line; the next record must not be glued to it.
+        # A crash may have cut the last line; the next record must start a new one.
         if not _ends_with_newline(self.path):
             self._wait(b"\n")
 
@@ -101,8 +101,8 @@ class JsonlWriter:
 def truncate_jsonl(path: Path, step: int) -> None:
     """Drop every line whose `step` is above `step`, and any broken line; the change is atomic.
 
-    The file is another one afterwards: what a job that lost the folder appends to the one before is lost with it.
-    Raises OSError where the disk fails.
+    The file is replaced: lines that a job without the folder appends to the old one are lost with it. Raises OSError if
+    the disk fails.
     """
     kept = [to_json(record) for record in read_jsonl(path) if _step_of(record) <= step]
     write_atomic(path, "".join(line + "\n" for line in kept))
@@ -128,13 +128,13 @@ def objects_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def write_atomic(path: Path, text: str, *, aside: Path | None = None) -> None:
-    """Write a text file so that a reader finds either the old content or the new one, never a part.
+    """Write a text file so that readers see either the old content or the new one, never a part.
 
-    It takes the place of `aside` on the disk, if that is there.
+    It replaces `aside` on the disk, if that exists.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = aside or path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Text of a policy may hold lone surrogates, which UTF-8 has no bytes for.
+    # A policy's text may have lone surrogates, which UTF-8 can't encode.
     try:
         with aside.open("r+" if aside.exists() else "w", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(text)
@@ -149,7 +149,7 @@ def write_atomic(path: Path, text: str, *, aside: Path | None = None) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON with sorted keys; non-finite floats become the strings "NaN", "Infinity", "-Infinity"."""
+    """Encode as strict JSON with sorted keys; non-finite floats become the strings "NaN", "Infinity", "-Infinity"."""
     try:
         return json.dumps(value, sort_keys=True, allow_nan=False, indent=indent)
     except ValueError:
@@ -157,7 +157,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def number(value: Any) -> float | None:
-    """The float that a JSON value stands for, reading back what `to_json` wrote; None where it isn't a number."""
+    """The float of a JSON value written by `to_json`; None if it isn't a number."""
     if isinstance(value, str):
         return NON_FINITE.get(value)
     if isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Where the numbers and samples of a run go: metrics.jsonl, samples.jsonl, the console and optional services."""
+"""Destinations of a run's metrics and samples: metrics.jsonl, samples.jsonl, the console and optional services."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ B = TypeVar("B")
 
 
 class MetricsBackend(Protocol):
-    """One place that metrics go to."""
+    """One destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -31,15 +31,15 @@ class MetricsBackend(Protocol):
 
 
 class MetricsLog:
-    """Hands the merged metrics of each step to all back ends; lives on one rank.
+    """Log that passes each step's merged metrics to all back ends; lives on one rank.
 
-    A back end that fails loses its own lines only, with one warning per outage.
+    A failing back end loses only its own lines, with one warning per outage.
     """
 
     def __init__(
         self, run_dir: Path, backends: Sequence[str], *, console: Console | None = None, run: TrackedRun | None = None
     ):
-        """`run` is what services show of the run; without it, the folder's name."""
+        """`run` describes the run to services; by default, only its folder's name."""
         tracked = run if run is not None else TrackedRun(Path(run_dir).name)
         self._backends = {name: _open_backend(name, Path(run_dir), console, tracked) for name in backends}
         self._out: set[str] = set()
@@ -49,7 +49,7 @@ class MetricsLog:
         self._hand_over(self._backends, lambda backend: backend.write(step, metrics))
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Hand some samples of a step, whose metrics come next, to the back ends that show any."""
+        """Pass samples of a step, whose metrics come next, to the back ends that show samples."""
         shows_samples = (TensorBoardBackend, WandbBackend)
         takers = {name: one for name, one in self._backends.items() if isinstance(one, shows_samples)}
         self._hand_over(takers, lambda backend: backend.write_samples(step, samples))
@@ -61,7 +61,7 @@ class MetricsLog:
             except BrokenPipeError:
                 raise
             except Exception as failure:
-                # A service may fail with whatever its client raises.
+                # A service's client may raise anything.
                 count_refused()
                 if name not in self._out:
                     warn(
@@ -72,7 +72,7 @@ class MetricsLog:
                 self._out.discard(name)
 
     def truncate_after(self, step: int) -> None:
-        """Forget the steps that a run which resumes after `step` will do again, where a back end can forget."""
+        """Forget the steps that a run resumed after `step` repeats, in back ends that can."""
         for backend in self._backends.values():
             backend.truncate_after(step)
 
@@ -101,12 +101,12 @@ class _ConsoleBackend:
         self._console = console
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Step 0 is the evaluation before the first step, which has a note of its own.
+        # Step 0 is the evaluation before the first step, which has its own note.
         if step > 0:
             self._console.step(step, metrics)
 
     def truncate_after(self, step: int) -> None:
-        """What was printed stays."""
+        """Do nothing: printed lines stay."""
 
     def close(self) -> None:
         self._console.close()
@@ -128,12 +128,12 @@ class SampleToken:
     text: str
     advantage: float | None
     mismatch: float | None
-    """The generator's log-prob less the trainer's before the update; None where the update left the row out."""
+    """The generator's log-prob minus the trainer's before the update; None if the update left the row out."""
 
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One response as a person wants to read it."""
+    """One response, for people to read."""
 
     step: int
     row: int
@@ -152,11 +152,11 @@ class SampleRecord:
     """Policy version that wrote the response's last token."""
     tokens: list[SampleToken]
     turns: list[tuple[str, str]] | None = None
-    """What the model wrote in each turn and what the environment answered; None without an environment."""
+    """Text of the model and answer of the environment in each turn; None without an environment."""
 
 
 class SamplesLog:
-    """Appends samples to samples.jsonl; lives on one rank."""
+    """Writer of samples.jsonl; lives on one rank."""
 
     def __init__(self, run_dir: Path):
         self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE)
@@ -186,7 +186,7 @@ def _open_backend(name: str, run_dir: Path, console: Console | None, run: Tracke
         return TensorBoardBackend(run_dir / "tensorboard", run)
     if name == "wandb":
         return WandbBackend(run_dir, run)
-    raise ValueError(f"log.backends names {name}, but only {', '.join(BACKENDS)} are there")
+    raise ValueError(f"log.backends names {name}, but must name some of {', '.join(BACKENDS)}")
 
 
 def check_backends(config: LogConfig) -> None:

@@ -10,19 +10,19 @@ from typing import Literal
 
 Kind = Literal["mean", "total", "alike", "max", "min"]
 Table = Mapping[str, tuple[Kind, float, float]]
-"""Kind, value and count of each metric, as a tuple or, out of JSON, a list."""
+"""Kind, value and count of each metric, as a tuple or, from JSON, a list."""
 
 
 @dataclass(frozen=True)
 class Stat:
-    """What one rank recorded of one metric; for a mean, `value` is the weighted sum and `count` the weight."""
+    """One rank's record of a metric; for a mean, `value` is the weighted sum and `count` the weight."""
 
     kind: Kind
     value: float
     count: float = 1.0
 
     def joined(self, other: Stat) -> Stat:
-        """The stat of both parts together."""
+        """Return the stat of both parts together."""
         if self.kind == "mean":
             return Stat("mean", self.value + other.value, self.count + other.count)
         if self.kind in ("total", "alike"):
@@ -31,7 +31,7 @@ class Stat:
 
 
 class Recorder:
-    """Collects the metrics of a step on one rank; no communication."""
+    """Recorder of a step's metrics on one rank, without communication."""
 
     def __init__(self) -> None:
         self._stats: dict[str, Stat] = {}
@@ -51,7 +51,7 @@ class Recorder:
         self.add(name, Stat("total", float(value)))
 
     def alike(self, name: str, value: float) -> None:
-        """Record an amount that adds up over records and is the same on every rank, where it is counted once."""
+        """Record an amount that adds up over records, is the same on every rank, and counts once."""
         self.add(name, Stat("alike", float(value)))
 
     def maximum(self, name: str, value: float) -> None:
@@ -64,16 +64,16 @@ class Recorder:
 
     @property
     def so_far(self) -> bytes:
-        """The stats of this step so far, as `encode` has them."""
+        """Encoded stats of this step so far."""
         return encode(self._stats)
 
     def drain(self) -> dict[str, Stat]:
-        """Return the stats so far in the order of their names, and start anew."""
+        """Return the stats so far, sorted by name, and clear them."""
         stats, self._stats = self._stats, {}
         return dict(sorted(stats.items()))
 
     def add(self, name: str, stat: Stat) -> None:
-        """Record a stat beside those of this name so far. Raises ValueError where they are of another kind."""
+        """Add a stat to its name's earlier ones. Raises ValueError if they are of another kind."""
         known = self._stats.get(name)
         if known is not None:
             _refuse_two_kinds(name, known.kind, stat.kind)
@@ -82,17 +82,17 @@ class Recorder:
 
 
 def encode(stats: Mapping[str, Stat]) -> bytes:
-    """The stats of one rank as JSON bytes, to be gathered over ranks and merged."""
+    """Return the stats of one rank as JSON bytes, to be gathered over ranks and merged."""
     return json.dumps(table_of(stats), sort_keys=True).encode()
 
 
 def table_of(stats: Mapping[str, Stat]) -> Table:
-    """The stats as JSON takes them."""
+    """Return the stats in JSON's types."""
     return {name: (stat.kind, stat.value, stat.count) for name, stat in stats.items()}
 
 
 def merge(payloads: Sequence[bytes]) -> dict[str, float]:
-    """Reduce what `encode` made on each rank to one value per metric, in the order of their names.
+    """Reduce all ranks' encoded stats to one value per metric, sorted by name.
 
     Sums are correctly rounded (`math.fsum`), so the result doesn't depend on the order of the ranks.
     A rank that didn't record a name contributes nothing to it; a NaN on any rank makes the metric NaN.
@@ -102,7 +102,7 @@ def merge(payloads: Sequence[bytes]) -> dict[str, float]:
 
 
 def totals_of(tables: Sequence[Table]) -> dict[str, Stat]:
-    """The stats of all ranks together, by the same rules as `merge`; means stay sums and counts."""
+    """Return the stats of all ranks together, by the same rules as `merge`; means stay sums and counts."""
     return {name: _total(stats) for name, stats in _stats_by_name(tables).items()}
 
 
@@ -128,7 +128,7 @@ def _mean(stats: Sequence[Stat]) -> float:
     total = _total(stats)
     if math.isfinite(total.value):
         return total.value / total.count
-    # The sum of huge values overflows where their mean doesn't.
+    # A sum of huge values may overflow though their mean doesn't.
     return _sum([stat.value / total.count for stat in stats])
 
 

@@ -1,4 +1,4 @@
-"""Writes that must not end a run: what a full or failing disk refuses gives a warning and is counted."""
+"""Writes that must not end a run: failures of a disk give a warning and are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count_refused() -> None:
 
 
 def take_num_refused() -> int:
-    """The number of writes that were refused since the last call."""
+    """Return the number of writes that were refused since the last call."""
     global _num_refused
     count, _num_refused = _num_refused, 0
     return count
@@ -31,7 +31,7 @@ def take_num_refused() -> int:
 
 @contextlib.contextmanager
 def going_on_without(what: str, failures: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Leave this block where the disk fails, with a warning that `what` could not be written."""
+    """Turn failures of the disk in this block into a warning that `what` could not be written."""
     try:
         yield
     except failures as failure:

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 RATIO = 1.3
-"""over the median rank's own time, from which a rank is slow"""
+"""ratio to the median rank's own time from which a rank is slow"""
 STEPS = 5
-"""as many steps in a row are no coincidence"""
-# Own seconds are sampled: in short steps, a few looks more are chance.
+"""number of consecutive steps that is no coincidence"""
+# Own seconds are sampled: in short steps, a few more samples are chance.
 _LEAST_LOST_SECONDS = 0.15
-# The main rank does more in them than the others.
+# Stages in which the main rank does more than the others.
 _UNEVEN = ("checkpoint", "keep_rollouts", "evaluation")
 
 Seconds = Mapping[str, float]
-"""A rank's own seconds of a step, by stage."""
+"""Own seconds of a rank in a step, by stage."""
 
 
 def ratios(seconds_by_rank: Sequence[Seconds]) -> list[float]:
-    """How many times the median rank's own seconds each rank took; 1 for all where nothing was done."""
+    """Return each rank's own seconds over the median rank's; 1 for all if nothing was done."""
     totals = _totals(seconds_by_rank)
     middle = median_low(totals)
     return [total / middle if middle > 0 else 1.0 for total in totals]
@@ -31,13 +31,13 @@ def _totals(seconds_by_rank: Sequence[Seconds]) -> list[float]:
 
 
 class SlowRanks:
-    """Names a rank once it has been slow for some steps in a row, and again only after it has recovered."""
+    """Warnings of a rank that was slow for some consecutive steps, repeated only after it has recovered."""
 
     def __init__(self) -> None:
         self._in_a_row: Counter[int] = Counter()
 
     def warnings(self, step: int, seconds_by_rank: Sequence[Seconds]) -> list[str]:
-        """What to warn of after a step."""
+        """Return warnings after a step."""
         due, totals = [], _totals(seconds_by_rank)
         least = median_low(totals) + _LEAST_LOST_SECONDS
         for rank, ratio in enumerate(ratios(seconds_by_rank)):
@@ -54,7 +54,7 @@ class SlowRanks:
 
 
 def _worst_stage(rank: int, seconds_by_rank: Sequence[Seconds]) -> tuple[str, float]:
-    """The stage in which the rank loses most against the median, and how many times the median it takes there."""
+    """The stage in which the rank loses most against the median, and its ratio to the median there."""
     own = {stage: seconds for stage, seconds in seconds_by_rank[rank].items() if stage not in _UNEVEN}
     middle = {stage: median_low([other.get(stage, 0.0) for other in seconds_by_rank]) for stage in own}
     stage = max(own, key=lambda name: own[name] - middle[name])

@@ -18,7 +18,7 @@ class Estimate:
 
 
 def interval_of(estimate: Estimate) -> list[float] | None:
-    """The ends of its interval, or None where they aren't known."""
+    """Return the ends of its interval, or None if they are unknown."""
     ends = [estimate.low, estimate.high]
     return ends if all(map(math.isfinite, ends)) else None
 
@@ -33,7 +33,7 @@ def wilson(num_correct: float, num_trials: int, confidence: float = 0.95) -> Est
     value = num_correct / num_trials
     spread = math.sqrt(z2 * (value * (1 - value) + z2 / (4 * num_trials)) / num_trials)
     center, scale = value + z2 / (2 * num_trials), 1 + z2 / num_trials
-    # Rounding may leave the ends a hair beyond 0, 1 or the value itself.
+    # Rounding may leave the ends slightly beyond 0, 1 or the value itself.
     low, high = max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
     return Estimate(value, min(low, value), max(high, value))
 
@@ -47,7 +47,8 @@ def average_at_k(scores_GN: Sequence[Sequence[float]], confidence: float = 0.95)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that at least one of k responses is right (Chen et al. 2021, arXiv:2107.03374, Eq. 1).
+    """Estimate, without bias, the chance that at least one of k responses is right (Chen et al. 2021, arXiv:2107.03374,
+    Eq. 1).
 
     1 - C(n - c, k) / C(n, k) for n samples of which c are right, as a product that can't overflow.
     """
@@ -70,8 +71,8 @@ def mean_pass_at_k(num_correct_G: Sequence[int], num_samples: int, k: int, *, co
 def mean_over_prompts(values_G: Sequence[float], confidence: float = 0.95) -> Estimate:
     """Estimate the mean of any values, one per prompt, with a normal interval over prompts.
 
-    The interval's ends are NaN where there are fewer than two prompts, or values too large to be squared; all of the
-    estimate is NaN without a prompt.
+    The interval's ends are NaN with fewer than two prompts, or values too large to be squared; without a prompt
+    everything is NaN.
     """
     if not values_G:
         return Estimate(math.nan, math.nan, math.nan)
@@ -84,7 +85,7 @@ def mean_over_prompts(values_G: Sequence[float], confidence: float = 0.95) -> Es
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean, also where the sum of the values overflows or some aren't finite."""
+    """Return the mean, even if the sum overflows or values aren't finite."""
     try:
         return math.fsum(values) / len(values)
     except (OverflowError, ValueError):
@@ -96,7 +97,7 @@ def _mean_over_prompts(values_G: Sequence[float], confidence: float) -> Estimate
         raise ValueError("an average over 0 prompts isn't defined; give at least one prompt")
     value = fmean(values_G)
     if len(values_G) == 1:
-        # The spread over prompts can't be estimated from one.
+        # One prompt gives no estimate of the spread.
         return Estimate(value, 0.0, 1.0)
     margin = _quantile(confidence) * stdev(values_G) / math.sqrt(len(values_G))
     return Estimate(value, max(0.0, value - margin), min(1.0, value + margin))

@@ -1,4 +1,4 @@
-"""summary.json: how a run went, in one object that people, the report and other programs read."""
+"""summary.json: a run's outcome as one object, for people, the report and other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOM_FILE = ".summary.room"
 _ROOM_BYTES = 1 << 16
 VERB_SUMMARY_FILE = "{verb}.summary.json"
 AT_K = "pass_at_"
-"""what stands before k in the names of a pass@k"""
+"""prefix of k in the names of a pass@k"""
 ALWAYS_THERE = (
     "verdict", "steps", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "seconds", "checkpoint",
     "report",
@@ -44,19 +44,19 @@ def write_summary(run_dir: Path, **fields: Any) -> Path:
 
 
 def keep_room(run_dir: Path) -> None:
-    """Occupy what a summary may take of the disk, so that a run's end can be written where the disk is full by then."""
+    """Reserve a summary's room, so that a run's end can be written even on a full disk."""
     (Path(run_dir) / _ROOM_FILE).write_bytes(bytes(_ROOM_BYTES))
 
 
 def write_verb_summary(run_dir: Path, verb: str, fields: Mapping[str, Any]) -> Path:
-    """Write what a verb that doesn't train found, in a file of its own: the folder may be that of a training run."""
+    """Write the results of a verb that doesn't train into its own file: the folder may be a training run's."""
     path = Path(run_dir) / VERB_SUMMARY_FILE.format(verb=verb)
     write_atomic(path, to_json(dict(fields), indent=2) + "\n")
     return path
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The fields of summary.json, or none where the file is missing or broken."""
+    """Return the fields of summary.json, or none if the file is missing or broken."""
     try:
         content = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
@@ -65,9 +65,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def passes_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Each pass@k that a run's summary has, in order of k, with the beginning of its names there.
+    """Return each pass@k of a run's summary, in order of k, with the prefix of its names there.
 
-    Empty where rewards aren't verdicts, so that none of them passes.
+    Empty if rewards aren't verdicts.
     """
     if fields.get("rewards_are_verdicts") is False:
         return {}
@@ -76,7 +76,7 @@ def passes_of(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def provenance() -> dict[str, str]:
-    """The job's command, host, start time and, in a git clone, commit."""
+    """Return the job's command, host, start time and, in a git clone, commit."""
     facts = {
         "command": shlex.join(sys.orig_argv),
         "host": platform.node(),
@@ -84,7 +84,7 @@ def provenance() -> dict[str, str]:
     }
     source = Path(__file__).parent
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        # The names of folders and commits only: nothing of a repository is run.
+        # Only reads names of folders and commits: runs nothing of the repository.
         command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()  # noqa: S607
         facts["commit"] = commit

@@ -1,4 +1,4 @@
-"""Which stage each rank was in, what it moved and what memory it held: files of each rank, and a Perfetto trace."""
+"""Timeline of each rank's stages, moved bytes and held memory: files by rank, and a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TimelineRecords:
-    """All that the ranks of a run wrote, by time."""
+    """Records of all ranks of a run, by time."""
 
     spans: list[Span]
     snapshots: list[MemorySnapshot]
@@ -30,19 +30,19 @@ class TimelineRecords:
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that a stage waited for others' answers, and those of them in which other stages worked."""
+    """Seconds that a stage waited for answers, and the part in which other stages worked."""
 
     seconds: float
     hidden_seconds: float
 
 
 def timeline_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank of a run writes its timeline."""
+    """Return the path of a rank's timeline."""
     return run_dir / "timeline" / f"rank_{rank:05d}.jsonl"
 
 
 def truncate_other_ranks(run_dir: Path, num_ranks: int, step: int) -> None:
-    """Forget what ranks that this job doesn't have wrote of steps which will be done again."""
+    """Remove steps that will be repeated from files of ranks that this job lacks."""
     for path in (run_dir / "timeline").glob("rank_*.jsonl"):
         digits = path.name.removeprefix("rank_").removesuffix(".jsonl")
         if digits.isascii() and digits.isdigit() and int(digits) >= num_ranks:
@@ -50,14 +50,14 @@ def truncate_other_ranks(run_dir: Path, num_ranks: int, step: int) -> None:
 
 
 class Timeline:
-    """Writes the stages of one rank as they end, so that a killed run keeps all but the stage it died in."""
+    """Writer of one rank's stages as they end, so that a killed run loses only its last stage."""
 
     def __init__(self, path: Path, rank: int, *, shown: Callable[[str], AbstractContextManager[object]] = nullcontext,
                  part_bytes: int = PART_BYTES):  # fmt: skip
         """`shown(name)` is a context around each stage, such as one that shows its name on a screen."""
         self.rank = rank
         self._shown = shown
-        # Wall time places ranks beside each other; the monotonic clock measures, so that no clock change bends a stage.
+        # Wall time aligns ranks; the monotonic clock measures, so that clock changes don't distort a stage.
         self._epoch = time.time() - time.perf_counter()
         self._lines = LineWriter(rank, round(self._now(), 6))
         self._writer = PartedWriter(Path(path), self._lines.header, part_bytes=part_bytes)
@@ -67,9 +67,9 @@ class Timeline:
         self._inside_open_stages: list[float] = []
         self._moved_in_open_stages: list[list[Moved]] = []
         self.held: HeldMemory | None = None
-        """What was held at the last boundary."""
+        """Memory held at the last boundary."""
         self.failed_stage: str | None = None
-        """The innermost stage that the last error ended; None once another has begun."""
+        """Innermost stage that the last error ended; None once another has begun."""
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
@@ -90,17 +90,17 @@ class Timeline:
             self._finish(Span(self.rank, step, name, start, self._now(), error, moved=tuple(moved)))
 
     def note_moved(self, moved: Moved) -> None:
-        """Add to what the innermost open stage moved."""
+        """Add to the bytes that the innermost open stage moved."""
         assert self._moved_in_open_stages, f"{moved} was moved outside any stage"
         self._moved_in_open_stages[-1].append(moved)
 
     def background(self, name: str, step: int, *, start: float, end: float, moved: Sequence[Moved] = ()) -> None:
-        """Write what ran beside the stages of `step`, from `start` to `end` by `time.perf_counter`."""
+        """Write a background span of `step`, from `start` to `end` by `time.perf_counter`."""
         begun, ended = self._epoch + start, self._epoch + end
         self._write(Span(self.rank, step, name, begun, ended, background=True, moved=tuple(moved)))
 
     def waited(self, stage: str, step: int, *, start: float, end: float) -> None:
-        """Count what `stage` waited for from `start` to `end` by `time.perf_counter`, and which part others hid."""
+        """Add a wait of `stage` from `start` to `end` by `time.perf_counter`, and the part that others hid."""
         begun, ended = self._epoch + start, self._epoch + end
         others = [span for span in self._ended.get(step, []) if span.stage != stage]
         hidden = sum(max(0.0, min(ended, span.end) - max(begun, span.start)) for span in others)
@@ -109,25 +109,25 @@ class Timeline:
             self._waits[step][stage] = Waits(known.seconds + ended - begun, known.hidden_seconds + hidden)
 
     def end_of(self, stage: str, step: int) -> float | None:
-        """When `stage` last ended in `step`, by `time.perf_counter`."""
+        """Return the last end of `stage` in `step`, by `time.perf_counter`."""
         ends = [span.end for span in self._ended.get(step, []) if span.stage == stage]
         return ends[-1] - self._epoch if ends else None
 
     def waits(self, step: int) -> dict[str, Waits]:
-        """What stages of this rank waited for in `step`; only the two newest steps are remembered."""
+        """Return this rank's waits in `step` by stage; only the two newest steps are kept."""
         return dict(self._waits.get(step, {}))
 
     def memory(self, step: int, held: HeldMemory) -> None:
-        """Write what this rank holds now that a stage of `step` ended."""
+        """Write this rank's held memory at the end of a stage of `step`."""
         self.held = held
         self._writer.write(self._lines.memory(step, self._now(), held))
 
     def stage_seconds(self, step: int) -> dict[str, float]:
-        """Seconds of this rank by stage in `step`, without those of stages inside it; the two newest steps only."""
+        """Return this rank's own seconds by stage in `step`, without inner stages; the two newest steps only."""
         return dict(self._seconds.get(step, {}))
 
     def truncate_after(self, step: int) -> None:
-        """Forget what a run that resumes after `step` will do again."""
+        """Remove the steps that a run resumed after `step` will repeat."""
         self._writer.truncate_after(step)
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ def _stage_event(span: Span, origin: float) -> dict[str, Any]:
 
 
 def _memory_events(snapshot: MemorySnapshot, origin: float) -> Iterator[dict[str, Any]]:
-    """Counters of what was held and, where they are known, of the peaks since the previous boundary."""
+    """Yield counters of held memory and, if known, of the peaks since the previous boundary."""
     held, micros = snapshot.held, (snapshot.time - origin) * 1e6
     event = {"ph": "C", "pid": snapshot.rank, "ts": micros}
     yield event | {"name": "device memory", "args": held.device}

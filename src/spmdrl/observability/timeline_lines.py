@@ -1,8 +1,8 @@
-"""The lines of a timeline file: short ones, and the longer ones of earlier versions.
+"""Lines of a timeline file: short ones, and the longer ones of earlier versions.
 
-A file begins with a header, whose time all others count from; another one follows wherever a process continued it.
-Times are whole microseconds. Memory is written in full once per step, then what changed, so that each step can be read
-by itself; null is an owner that is no longer there:
+A file begins with a header, from whose time all others count; another one follows wherever a process continued it.
+Times are whole microseconds. Memory is written in full once per step, then as changes, so that each step can be read
+separately; null is an owner that has gone:
 
     {"step": -1, "rank": 3, "from": 1795302682.5}
     {"step": 1, "s": [stage, start, microseconds], "m": [[link, bytes, seconds], ...], "e": error, "b": 1}
@@ -24,7 +24,7 @@ _PLACES = {"d": "device", "o": "host", "p": "peaks"}
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that went over one link, and the seconds in which they went, beside whatever else went then."""
+    """Bytes moved over one link, and the seconds that this took, beside other traffic."""
 
     link: str
     num_bytes: int
@@ -32,7 +32,7 @@ class Moved:
 
     @property
     def gb_per_second(self) -> float:
-        """In 1e9 bytes, as links are rated."""
+        """Rate in 1e9 bytes, as links are rated."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
@@ -47,7 +47,7 @@ class Span:
     end: float
     error: str = ""
     background: bool = False
-    """whether it ran beside the stages, in none of their seconds"""
+    """True if it ran beside the stages, in none of their seconds"""
     moved: tuple[Moved, ...] = ()
 
     @property
@@ -57,15 +57,15 @@ class Span:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes by owner when a stage ended, and the most on the device since the boundary before."""
+    """Bytes by owner at a stage's end, and peaks on the device since the previous boundary."""
 
     stage: str
     device: Mapping[str, int]
     host: Mapping[str, int]
     peaks: Mapping[str, int] = field(default_factory=dict)
-    """of each owner by itself; empty in files that have none"""
+    """peaks of each owner; empty in files without"""
     peak: int = 0
-    """of all owners together, which is less than the sum of their peaks where they took turns"""
+    """peak of all owners together, below the sum of their peaks if they took turns"""
 
     @property
     def device_bytes(self) -> int:
@@ -74,7 +74,7 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What one rank held at a stage boundary; `time` is seconds since the epoch."""
+    """Memory of one rank at a stage boundary; `time` is seconds since the epoch."""
 
     rank: int
     step: int
@@ -87,10 +87,10 @@ Memory = dict[str, dict[str, int]]
 
 
 class LineWriter:
-    """Makes the lines of one process on one rank."""
+    """Encoder of one rank's lines, for one process."""
 
     def __init__(self, rank: int, origin: float):
-        """`origin`: the time that all others count from."""
+        """`origin` is the time from which all others count."""
         self.header = {"step": -1, "rank": rank, "from": origin}
         self._origin = origin
         self._step = -1
@@ -121,7 +121,7 @@ class LineWriter:
 
 
 class LineReader:
-    """Reads the lines of one file in their order."""
+    """Decoder of a file's lines, in order."""
 
     def __init__(self) -> None:
         self._rank = 0
@@ -130,7 +130,7 @@ class LineReader:
         self._known: Memory = {}
 
     def record(self, line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
-        """The record in a line; None for a header, and for what isn't a line of a timeline."""
+        """Return the record in a line; None for a header, and for anything but a timeline's line."""
         step = line.get("step")
         if not isinstance(step, int):
             return None
@@ -172,7 +172,7 @@ class LineReader:
 
 
 def _long_line(step: int, line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
-    """A line of an earlier version, with each name written out."""
+    """Return a record of an earlier version's line, with names written out."""
     rank, stage = line.get("rank"), line.get("stage")
     if not (isinstance(rank, int) and isinstance(stage, str)):
         return None

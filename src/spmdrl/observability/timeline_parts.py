@@ -1,4 +1,4 @@
-"""A timeline's files: the open one of a rank, and those before it, which are closed and compressed.
+"""Files of a timeline: a rank's open one, and earlier ones, closed and compressed.
 
 rank_00003.0001.jsonl.gz  rank_00003.0002.jsonl.gz  rank_00003.jsonl
 """
@@ -19,10 +19,10 @@ PART_BYTES = 1 << 20
 
 
 class PartedWriter:
-    """Appends JSON objects, one per line, to an open file, which is closed and compressed once it has grown."""
+    """Writer of JSON lines to an open file, which is closed and compressed once it is large."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], *, part_bytes: int = PART_BYTES):
-        """`header` is the first line that this process writes into each file."""
+        """`header` is this process's first line in each file."""
         self._path = path
         self._header = header
         self._part_bytes = part_bytes
@@ -32,7 +32,7 @@ class PartedWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object; a new file begins with a new step, since a step's lines belong together."""
         step = record["step"]
-        # What the disk hasn't taken yet belongs in the open file.
+        # Buffered lines belong in the open file.
         if step > self._last_step and self._writer.num_waiting == 0:
             with going_on_without("a closed part of the timeline"):
                 if self._path.stat().st_size > self._part_bytes:
@@ -54,7 +54,7 @@ class PartedWriter:
         return writer
 
     def _close_part(self) -> None:
-        """Rename first: whatever happens after that, each line is in one place."""
+        """Close the open file; renaming comes first, so that each line is always in one place."""
         number = 1 + max((int(part.name.split(".")[1]) for part in closed_parts(self._path)), default=0)
         plain = self._path.with_name(f"{self._path.stem}.{number:04d}.jsonl")
         before = self._writer
@@ -66,7 +66,7 @@ class PartedWriter:
 
 
 def closed_parts(path: Path) -> list[Path]:
-    """The closed files before the open one at `path`, in their order, each once."""
+    """Return the closed files before the open one at `path`, in order, each once."""
     found = {part.name.removesuffix(".gz"): part for part in sorted(path.parent.glob(f"{path.stem}.*.jsonl*"))
              if part.name.endswith((".jsonl", ".jsonl.gz")) and part.name.split(".")[1].isdigit()}  # fmt: skip
     return [found[name] for name in sorted(found)]
@@ -86,13 +86,13 @@ def truncate_closed_parts(path: Path, step: int) -> None:
 
 
 def truncate_file(path: Path, step: int) -> None:
-    """Drop every line whose step is above `step` from the files of a rank that nobody writes."""
+    """Drop every line whose step is above `step` from the files of a rank without a writer."""
     truncate_closed_parts(path, step)
     truncate_jsonl(path, step)
 
 
 def read_folder(folder: Path) -> Iterator[Iterator[dict[str, Any]]]:
-    """The lines of each rank's files in their order; missing files, broken lines and broken parts are left out."""
+    """The lines of each rank's files in order; missing files, broken lines and parts are left out."""
     names = {part.name.split(".")[0] for part in folder.glob("[!.]*.jsonl*")}
     for path in (folder / f"{name}.jsonl" for name in sorted(names)):
         for part in closed_parts(path):
@@ -101,7 +101,7 @@ def read_folder(folder: Path) -> Iterator[Iterator[dict[str, Any]]]:
 
 
 def read_part(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a closed file, as far as it can be read."""
+    """Yield the objects of a closed file, as far as it can be read."""
     if path.suffix != ".gz":
         yield from read_jsonl(path)
         return
@@ -113,7 +113,7 @@ def read_part(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _write_part(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Write a closed file, compressed if its name ends in .gz; a reader finds the old content or the new one."""
+    """Write a closed file, compressed if its name ends in .gz; readers see the old content or the new one."""
     aside, opened = path.with_name(f".{path.name}.tmp"), gzip.open if path.suffix == ".gz" else open
     with opened(aside, "wt", encoding="utf-8") as file:
         file.writelines(to_json(line) + "\n" for line in lines)

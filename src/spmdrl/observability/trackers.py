@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: numbers, the configuration, and now and then a few samples to read."""
+"""TensorBoard and Weights & Biases: metrics, the configuration, and a few samples."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "answer", "reward", "verd
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a service shows of a run beside its numbers."""
+    """Description of a run for services, beside its metrics."""
 
     name: str
     project: str = "spmdrl"
     config: Mapping[str, Any] = field(default_factory=dict)
-    """the resolved configuration"""
+    """resolved configuration"""
 
 
 class Sample(Protocol):
@@ -35,7 +35,7 @@ class Sample(Protocol):
 
 
 class TensorBoardBackend:
-    """Scalars; configuration and samples as text."""
+    """TensorBoard: metrics as scalars; configuration and samples as text."""
 
     def __init__(self, folder: Path, run: TrackedRun):
         self._folder = folder
@@ -64,7 +64,7 @@ class TensorBoardBackend:
 
 
 class WandbBackend:
-    """Continues the same W&B run on resume; W&B itself ignores steps that it has already."""
+    """W&B, which continues the same run on resume and ignores steps that it already has."""
 
     def __init__(self, run_dir: Path, run: TrackedRun):
         self._wandb = import_backend("wandb", "wandb")
@@ -85,14 +85,14 @@ class WandbBackend:
         self._run.log({"samples": self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)}, step=step)
 
     def truncate_after(self, step: int) -> None:
-        """A W&B run can't be cut."""
+        """Do nothing: a W&B run can't be cut."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 def import_backend(extra: str, module: str) -> Any:
-    """The module of an optional back end, imported only by runs that use it."""
+    """Return the module of an optional back end, which only runs that use it import."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -103,11 +103,11 @@ def import_backend(extra: str, module: str) -> Any:
 
 
 def _cells(sample: Sample) -> dict[str, Any]:
-    """What a table shows of a sample; its text is a policy's and may hold anything."""
+    """Return a sample's cells in a table; its text is a policy's and may be anything."""
     values = {name: getattr(sample, name) for name in SAMPLE_COLUMNS}
     return {name: safe_text(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def _verbatim(text: str) -> str:
-    """Markdown that shows the text as it is."""
+    """Return Markdown that shows the text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -44,7 +44,7 @@ class Chart:
     series: list[Series]
     unit: str = ""
     marks: Sequence[float] = ()
-    """steps with a line of their own"""
+    """steps marked by a vertical line"""
 
     @property
     def legend(self) -> list[tuple[int, str]]:
@@ -54,7 +54,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Frame:
-    """The ranges of a chart's axes, and where in the SVG their values lie."""
+    """Ranges of a chart's axes, and positions of values in the SVG."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -68,12 +68,12 @@ class Frame:
 
 
 def color_class(index: int) -> str:
-    """The CSS class of the color with this index."""
+    """Return the CSS class of the color with this index."""
     return f"k{index % NUM_COLORS}"
 
 
 def chart_svg(chart: Chart) -> Markup:
-    """Axes and lines; its data attributes are what the script needs to draw a range of steps."""
+    """Draw axes and lines; data attributes let the script draw a range of steps."""
     frame = _frame_of(chart)
     marks = [f"M{frame.px(x):.2f} {TOP}V{HEIGHT - BOTTOM}" for x in chart.marks if frame.x[0] <= x <= frame.x[1]]
     lines = f'<path class="mark" d="{"".join(marks)}"/>' if marks else ""
@@ -88,7 +88,7 @@ def chart_svg(chart: Chart) -> Markup:
 
 
 def chart_data(chart: Chart) -> list[dict[str, Any]]:
-    """What the script needs to show values: per series its label, its x and its y in four digits."""
+    """Return the script's data for showing values: each series' label, x, and y in four digits."""
     data = []
     for series in chart.series:
         points = [(x, float(f"{y:.4g}")) for x, y in downsample(series.points) if math.isfinite(y)]
@@ -98,7 +98,7 @@ def chart_data(chart: Chart) -> list[dict[str, Any]]:
 
 
 def downsample(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most `limit` of the points, in their order: the lowest and the highest of each stretch, so peaks stay."""
+    """Return at most `limit` points in order: the lowest and the highest of each stretch, so peaks stay."""
     if len(points) <= limit:
         return list(points)
     num_stretches = limit // 2 - 1
@@ -114,7 +114,7 @@ def downsample(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, flo
 
 
 def moving_mean(points: Points) -> list[tuple[float, float]]:
-    """Means over a twenty-fifth of a long noisy curve each, at evenly spread places of it."""
+    """Return means over windows of a twenty-fifth of a long noisy curve, at evenly spread places."""
     finite = [(x, _drawable(y)) for x, y in points if math.isfinite(y)]
     reach, stride = max(1, len(finite) // 50), max(1, len(finite) // MEAN_POINTS)
     places = sorted({*range(0, len(finite), stride), len(finite) - 1} if finite else ())
@@ -123,7 +123,7 @@ def moving_mean(points: Points) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values between `low` and `high`, steps of 1, 2 or 5 times a power of ten."""
+    """Return round values between `low` and `high`, in steps of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -148,10 +148,10 @@ def _y_range(all_series: Iterable[Series]) -> tuple[float, float]:
     if not finite:
         return 0.0, 1.0
     low, high = min(finite), max(finite)
-    # Values that are almost equal need a range in which floats can still differ.
+    # Almost equal values need a range in which floats can still differ.
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         return _widened(low, high, 0.5 * max(abs(low), abs(high)) or 0.5)
-    # An axis from 0 shows amounts truly, where that doesn't flatten the line.
+    # Start the axis at 0 unless that flattens the line.
     if 0 < low < 0.4 * high:
         low = 0.0
     margin = 0.05 * (high - low)
@@ -206,7 +206,7 @@ def _path(points: Points, frame: Frame) -> str:
 
 
 def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
-    """Stretches without a gap: a NaN breaks the line instead of hiding in it."""
+    """Split points at gaps: a NaN breaks the line instead of hiding in it."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if math.isfinite(y):

@@ -1,4 +1,4 @@
-"""How the resolved configurations differ that a run left: of its parts, and of several runs."""
+"""Differences between resolved configurations, of a run's parts or of several runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 RESOLVED_CONFIG = "config.resolved.yaml"
 
 _LINE = re.compile(r"( *)([^\s:]+):(?: (.*)  # (.*))?")
-# What a resumed run may give differently without being another one.
+# Settings that a resumed run may change.
 _OF_THE_START = ("resume", "run.")
 
 
 def changed_settings(before: str, now: str) -> Iterator[tuple[str, str, str]]:
-    """(key, value before, value now) of each setting that differs; "not set" for one that isn't there.
+    """Yield (key, value before, value now) of each setting that differs; "not set" for a missing one.
 
-    A setting that only the newer file has, at its default, came with a newer version and isn't counted.
+    A setting that only the newer file has, at its default, comes from a newer version and doesn't count.
     """
     old, new = settings_of(before), settings_of(now)
     for key in [*new, *(key for key in old if key not in new)]:
@@ -26,7 +26,7 @@ def changed_settings(before: str, now: str) -> Iterator[tuple[str, str, str]]:
 
 
 def settings_of(resolved: str) -> dict[str, tuple[str, str]]:
-    """Each dotted key with its value, as YAML, and its origin; lines of another form are left out."""
+    """Return each dotted key with its value, as YAML, and its origin; lines of another form are left out."""
     found: dict[str, tuple[str, str]] = {}
     sections: list[str] = []
     for line in resolved.splitlines():

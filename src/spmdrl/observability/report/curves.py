@@ -1,4 +1,4 @@
-"""The curves of the report in their order; several runs share each chart."""
+"""Curves of the report in order; several runs share each chart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdrl.observability.report.traffic_section import LINKS
 from spmdrl.observability.summary import AT_K
 from spmdrl.observability.terminal.units import byte_unit
 
-# (title, unit, metric) of the curves that show whether a run learns and stays sound.
+# (title, unit, metric) of the curves of learning and stability.
 LEARNING = (
     ("Reward", "mean", "reward"),
     ("Response length", "tokens, mean", "completions/mean_length"),
@@ -36,7 +36,7 @@ SPEED = (
     ("Seconds per step", "s", "time/step"),
     ("Throughput", "tokens/s", "perf/tokens_per_second"),
 )
-# How names begin that aren't about learning.
+# Prefixes of names that aren't about learning.
 MACHINERY = ("checkpoint/", "dock/", "generation/", "health/", "log/", "mem/", "perf/", "reshard/", "time/", "update/")
 LAGS = "off_policy/lag_"
 RESHARDING = {"all": "reshard/bytes", "across nodes": "reshard/cross_node_bytes"}
@@ -48,16 +48,16 @@ RESHARDING_RATES = {
 
 
 def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Reward, evaluation, and what shows trouble early."""
+    """Return charts of reward, evaluation, and early signs of trouble."""
     charts = [_metric_chart(runs, title, unit, metric) for title, unit, metric in LEARNING]
     return _filled(charts[:1] + _eval_charts(runs) + charts[1:] + [_lag_chart(runs[0])])
 
 
 def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Seconds per step, of all runs and of the first run's stages, and throughput."""
+    """Return charts of seconds per step, of all runs and of the first run's stages, and throughput."""
     charts = [_of_steps(_metric_chart(runs, title, unit, metric)) for title, unit, metric in SPEED]
     timed = [name[5:] for name in runs[0].metric_names if name.startswith("time/") and name != "time/step"]
-    # The Gantt chart's order, so that a stage has one color on the page.
+    # In the Gantt chart's order, so that a stage has one color on the page.
     order = dict.fromkeys([*stage_order(runs[0].timeline), *timed])
     by_stage = [Series(stage, runs[0].points(f"time/{stage}"), color=color) for color, stage in enumerate(order)]
     stages = Chart("Seconds by stage", by_stage, "s" if len(runs) == 1 else f"s, {runs[0].name}")
@@ -65,7 +65,7 @@ def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _wait_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """What each stage of the first run waited for, and how much of it other stages hid."""
+    """Return charts of the first run's waits by stage, and their share hidden by other stages."""
     start = "fusion/waited_seconds/"
     stages = [name.removeprefix(start) for name in runs[0].metric_names if name.startswith(start)]
     whose = "" if len(runs) == 1 else f", {runs[0].name}"
@@ -80,12 +80,12 @@ def _wait_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _of_steps(chart: Chart) -> Chart:
-    """Without step 0, which is the evaluation before the first one, and in older runs the whole start too."""
+    """Drop step 0: the evaluation before the first step, and in older runs the whole start too."""
     return replace(chart, series=[replace(one, points=[at for at in one.points if at[0] >= 1]) for one in chart.series])
 
 
 def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Sample and resharding bytes of the first run, the time in which weights moved, and the rates."""
+    """Return charts of the first run's sample and resharding bytes, moving times, and rates."""
     first = runs[0]
     return _filled(
         [
@@ -98,12 +98,12 @@ def traffic_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def detail_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Metrics of learning without a place of their own: what an algorithm, a role or an environment records."""
+    """Return charts of other learning metrics: records of algorithms, roles or environments."""
     return _filled([_metric_chart(runs, name, "", name) for name in _others(runs) if not name.startswith(MACHINERY)])
 
 
 def machinery_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """All other metrics that no other section shows."""
+    """Return all other metrics that no other section shows."""
     return _filled([_metric_chart(runs, name, "", name) for name in _others(runs) if name.startswith(MACHINERY)])
 
 
@@ -144,7 +144,7 @@ def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
-    """From the 10th to the 90th percentile of the reward; elsewhere an interval where it was written."""
+    """Return the 10th to 90th percentile of the reward, or another metric's recorded interval."""
     ends = ("reward_p10", "reward_p90") if metric == "reward" else (f"{metric}_low", f"{metric}_high")
     band = []
     for step, values in run.metrics.items():
@@ -152,14 +152,14 @@ def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
             low, high = (values.get(name, math.nan) for name in ends)
             band.append((float(step), low, high))
     finite = [edge for edge in band if all(map(math.isfinite, edge))]
-    # Percentiles of rewards that are 0 or 1 are nearly all 0 or 1 too, and add nothing to the mean.
+    # Percentiles of rewards that are 0 or 1 are mostly 0 or 1 too, and add nothing to the mean.
     num_extreme = sum(end in (0.0, 1.0) for _, *ends_at in finite for end in ends_at)
     is_flat = metric == "reward" and num_extreme >= 0.9 * 2 * len(finite)
     return [] if is_flat else finite
 
 
 def _lag_chart(run: RunData) -> Chart:
-    """How many tokens of each step were as many policy versions old; empty where all were new."""
+    """Chart each step's tokens by age in policy versions; empty if all were new."""
     lags = sorted(int(name.removeprefix(LAGS)) for name in run.metric_names if name.startswith(LAGS))
     labels = {f"{lag} versions": f"{LAGS}{lag}" for lag in lags} if lags != [0] else {}
     return Chart("Tokens by age", _named(run, labels), "tokens")
@@ -173,6 +173,6 @@ def _byte_chart(title: str, series: Sequence[Series]) -> Chart:
 
 
 def _filled(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts with at least one value, without their empty series."""
+    """Return the charts that have values, without their empty series."""
     kept = [Chart(chart.title, [one for one in chart.series if has_values(one)], chart.unit) for chart in charts]
     return [chart for chart in kept if chart.series]

@@ -62,12 +62,12 @@ def step_seconds(records: TimelineRecords) -> dict[int, float]:
 
 
 def stage_order(records: TimelineRecords) -> list[str]:
-    """Names of the stages as they first appear, which is also the order of their colors."""
+    """Return the names of the stages in order of appearance, which is also the order of their colors."""
     return list(dict.fromkeys(span.stage for span in records.spans))
 
 
 def gantt(records: TimelineRecords) -> Parts:
-    """Every rank's stages, one view per range of steps."""
+    """Return every rank's stages, one view per range of steps."""
     stages = stage_order(records)
     views = [(steps.title, _gantt_svg(_spans_of(records, steps), stages)) for steps in step_ranges(records)]
     shown = [(title, svg) for title, svg in views if svg]
@@ -92,9 +92,9 @@ def memory_by_owner(records: TimelineRecords) -> Parts:
 
 
 def _peaks(snapshots: Sequence[MemorySnapshot], owners: Sequence[str]) -> Parts:
-    """The highest peak since the previous boundary over all steps, one row per stage that ended."""
+    """Return the highest peak since the previous boundary over all steps, one row per stage that ended."""
     lengths = Counter(snapshot.step for snapshot in snapshots)
-    # In the order of the step with most stages: that of an evaluation, for example, has few of them.
+    # In the order of the step with most stages; an evaluation's step, for example, has few.
     known = [one.held for one in sorted(snapshots, key=lambda one: -lengths[one.step]) if one.held.peaks]
     used = [owner for owner in owners if any(one.peaks.get(owner) for one in known)]
     rows = []
@@ -114,12 +114,12 @@ def _spans_of(records: TimelineRecords, steps: StepRange) -> list[Span]:
     chosen = [span for span in records.spans if span.step in steps.steps]
     ranks = _shown_ranks({span.rank for span in chosen})
     spans = [span for span in chosen if span.rank in ranks]
-    # Where there are too many, the shortest can't be seen anyway.
+    # If there are too many, the shortest can't be seen anyway.
     return sorted(sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS], key=lambda span: span.start)
 
 
 def _shown_ranks(ranks: set[int]) -> set[int]:
-    """All ranks, or evenly spread ones where there are too many rows to read."""
+    """Return all ranks, or evenly spread ones where there are too many rows to read."""
     ordered = sorted(ranks)
     if len(ordered) <= MAX_RANKS:
         return ranks
@@ -142,7 +142,7 @@ def _gantt_svg(spans: Sequence[Span], stages: Sequence[str]) -> Markup:
     for span in sorted(spans, key=lambda span: span.background):
         x, width = LEFT + (span.start - origin) * scale, max(0.5, span.seconds * scale)
         broken = " broken" if span.error else ""
-        # What ran beside the stages is a strip at their foot.
+        # Background spans are a strip at the bottom of the stages.
         bar_height = BACKGROUND_HEIGHT if span.background else ROW_HEIGHT - 4
         y = (row_of[span.rank] + 1) * ROW_HEIGHT - 2 - bar_height
         parts.append(

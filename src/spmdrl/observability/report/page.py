@@ -1,4 +1,4 @@
-"""The page as data: sections of parts, each of which the macro named after it in assets/parts.html draws."""
+"""The page as data: sections of parts, each drawn by the macro of its name in assets/parts.html."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class ChartGrid:
     macro: ClassVar[str] = "chart_grid"
     charts: Sequence[Chart]
     zeros: Sequence[str]
-    """titles of the charts that aren't drawn because they are 0 throughout"""
+    """titles of charts left out because they are 0 throughout"""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Drawings of which one is shown at a time, picked by their titles."""
+    """Drawings of which one is shown at a time, selected by title."""
 
     macro: ClassVar[str] = "choices"
     name: str
@@ -88,7 +88,7 @@ class Header(NamedTuple):
 
 
 def page_html(header: Header, sections: Sequence[Section]) -> str:
-    """The whole page; scripts, styles and data are part of it, and all that a run wrote is escaped."""
+    """Return the whole page; scripts, styles and data are part of it, and all that a run wrote is escaped."""
     grids = [part for section in sections for part in section.parts if isinstance(part, ChartGrid)]
     script = "".join(map(_asset, SCRIPTS))
     page = _templates().get_template("page.html")
@@ -103,7 +103,7 @@ def page_html(header: Header, sections: Sequence[Section]) -> str:
 
 
 def value_text(value: float) -> str:
-    """A value in four significant digits."""
+    """Return a value in four significant digits."""
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
@@ -121,7 +121,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(script: str) -> str:
-    """A browser policy under which nothing is fetched and no script but the page's own runs."""
+    """Return a browser policy under which nothing is fetched and no script but the page's own runs."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = ("default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "base-uri 'none'")
     return "; ".join(rules)

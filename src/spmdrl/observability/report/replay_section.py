@@ -1,4 +1,4 @@
-"""The report's section of rows that `replay` did again: prompt, reward's parts, group, and a line per token."""
+"""The report's section of replayed rows: prompt, parts of the reward, group, and a line per token."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from spmdrl.observability.report.page import Parts, Section, Table
 
 @dataclass(frozen=True)
 class ReplayedToken:
-    """A token of a response; numbers are None where there are none, as of an environment's tokens."""
+    """A token of a response; missing numbers are None, as for an environment's tokens."""
 
     token: int
     text: str
     generator: float | None = None
-    """log-prob when it was drawn"""
+    """log-prob when drawn"""
     trainer: float | None = None
     """log-prob in the update"""
     advantage: float | None = None
     ratio: float | None = None
-    """probability in the update / under the weights that the step began with"""
+    """probability in the update / under the step's first weights"""
     loss: float | None = None
     """its term of the loss"""
     gradient: float | None = None
-    """of the loss by the trainer's log-prob"""
+    """gradient of the loss by the trainer's log-prob"""
 
 
 @dataclass(frozen=True)
 class ReplayedRow:
-    """All that a step made of one row, and whether that is what the run recorded."""
+    """A step's values for one row, and their comparison with the run's record."""
 
     step: int
     row: int
@@ -43,15 +43,15 @@ class ReplayedRow:
     verdict: str
     parts: dict[str, float]
     group_rewards: dict[int, float]
-    """by row, those of the prompt's responses"""
+    """rewards of the prompt's responses, by row"""
     left_out: str
-    """why the row has no loss; empty where it has"""
+    """reason why the row has no loss; empty if it has one"""
     tokens: list[ReplayedToken]
     is_recorded: bool = False
     differences: Sequence[str] = ()
-    """values that aren't those of the run to the bit"""
+    """names of values that differ from the run's"""
     same: Sequence[str] = ()
-    """values that are"""
+    """names of values that are bit-identical"""
 
     @property
     def comparison(self) -> str:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs no network, made from whatever files the run left behind."""
+"""The report of a run: one offline HTML file, made from whatever files the run left."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ COMPARISON_FILE = "report_compare.html"
 def write_report(
     run_dir: Path, *, others: Sequence[Path] = (), out: Path | None = None, more: Sequence[Section] = ()
 ) -> Path:
-    """Write the report of a run; also works while it runs and after a crash. It begins with the sections of `more`.
+    """Write the report of a run; also works while it runs and after a crash. The sections of `more` come first.
 
-    With `others` its curves are laid over theirs, in a file beside its own report. Raises FileNotFoundError where a
-    run's folder isn't there.
+    With `others` it compares their curves, in a file beside the run's own report. Raises FileNotFoundError if a run's
+    folder is missing.
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
     path = Path(out) if out is not None else Path(run_dir) / (COMPARISON_FILE if others else REPORT_FILE)
@@ -48,7 +48,7 @@ def write_report(
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb `report`."""
+    """Return the verb `report`."""
     arguments = _parser().parse_args(argv)
     try:
         path = write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
@@ -123,9 +123,9 @@ def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
 
 
 def _grid(charts: Sequence[Chart], marked: RunData | None = None) -> Parts:
-    """The charts that show something, and the titles of those that are 0 throughout.
+    """Return the charts that show something, and the titles of those that are 0 throughout.
 
-    The steps after which the settings of `marked` changed get a line each.
+    Steps after which the settings of `marked` changed are marked.
     """
     marks = sorted({step for step, _ in marked.changes}) if marked else []
     charts = [replace(chart, marks=marks) for chart in charts]

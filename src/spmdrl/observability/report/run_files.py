@@ -13,35 +13,35 @@ from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_set
 from spmdrl.observability.summary import SUMMARY_FILE, read_summary
 from spmdrl.observability.timeline import TimelineRecords, read_timeline
 
-# A run that ended early leaves some of them, or nothing.
+# A run that ended early leaves only some of them.
 _ANY_OF_A_RUN = (METRICS_FILE, RESOLVED_CONFIG, SUMMARY_FILE, SAMPLES_FILE, CHECKPOINTS_FILE, "timeline")
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What the files of one run hold."""
+    """Contents of one run's files."""
 
     run_dir: Path
     metrics: dict[int, dict[str, float]]
-    """In step order; of a step that was written twice, the later line."""
+    """Metrics in step order; the later line of a step written twice."""
     timeline: TimelineRecords
     samples: list[dict[str, Any]]
     checkpoints: list[dict[str, Any]]
     """step, seconds, bytes, folder or None, error"""
     kept: frozenset[str]
-    """names of the checkpoint folders that are there"""
+    """names of existing checkpoint folders"""
     summary: dict[str, Any]
     config: str
     changes: list[tuple[int, str]]
-    """the steps after which the run went on with other settings, and each of them"""
+    """steps after which a setting changed, with the change"""
 
     @property
     def name(self) -> str:
         return self.run_dir.name
 
     def points(self, metric: str) -> Points:
-        """(step, value) wherever the metric was written."""
+        """Return (step, value) of all steps with the metric."""
         return [(float(step), values[metric]) for step, values in self.metrics.items() if metric in values]
 
     @property
@@ -50,7 +50,7 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read a run's folder; raises FileNotFoundError where the folder is missing or holds others' files alone."""
+    """Read a run's folder. Raises FileNotFoundError if it is missing or has no files of a run."""
     folder = Path(run_dir).resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder; give the run.dir of a run, which holds metrics.jsonl")

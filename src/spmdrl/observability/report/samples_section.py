@@ -32,9 +32,9 @@ def sample_viewer(records: Sequence[Mapping[str, Any]]) -> Parts:
 
 
 def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mapping[str, Any]]:
-    """Samples of evenly spread steps, the last one included, whose JSON takes at most `max_bytes`.
+    """Return samples of evenly spread steps, the last included, whose JSON takes at most `max_bytes`.
 
-    If a single step takes more, its first samples.
+    If a single step takes more, returns its first samples.
     """
     sizes = [len(htmlsafe_json_dumps(sample, **JSON_FORMAT)) + 1 for sample in samples]
     size_of: dict[int, int] = {}
@@ -69,7 +69,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(tokens: object) -> list[list[Any]]:
-    """The first tokens as [text, advantage, mismatch]; what isn't one is left out."""
+    """Return the first tokens as [text, advantage, mismatch]; anything else is left out."""
     known = tokens if isinstance(tokens, list) else []
     triples = [token for token in known[:MAX_TOKENS] if isinstance(token, list) and len(token) == 3]
     return [[_short(text), _digits(advantage), _digits(mismatch)] for text, advantage, mismatch in triples]

@@ -54,7 +54,7 @@ def _model(run: RunData) -> str:
 
 
 def settings_that_differ(runs: Sequence[RunData]) -> Parts:
-    """One row per key whose value isn't the same in all runs."""
+    """Return a table with a row per key whose value differs between runs."""
     of_runs = [settings_of(run.config) for run in runs]
     keys = list(dict.fromkeys(key for settings in of_runs for key in settings))
     rows = [
@@ -73,7 +73,7 @@ def verdict_of(run: RunData) -> str:
 
 
 def comparison(runs: Sequence[RunData]) -> Parts:
-    """One row per run, and the settings that differ; nothing for a single run."""
+    """Return a table with a row per run, and differing settings; nothing for a single run."""
     if len(runs) < 2:
         return []
     note = f"Curves show every run; all other parts show {runs[0].name}."
@@ -81,7 +81,7 @@ def comparison(runs: Sequence[RunData]) -> Parts:
 
 
 def compared(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """The cells of each run in the comparison."""
+    """Return the cells of each run in the comparison."""
     return [
         (run.name, str(max(run.metrics, default=0)), _change(run, "reward"), _change(run, "eval_reward"),
          _change(run, "accuracy"), _throughput(run), _seconds_text(run.summary.get("seconds")), verdict_of(run))
@@ -95,7 +95,7 @@ def _throughput(run: RunData) -> str:
 
 
 def health(run: RunData) -> Parts:
-    """What went wrong or was left out, and which checkpoints there are."""
+    """Return tables of errors, omissions and checkpoints."""
     rows = [
         ("Warnings", *_counted(run, "log/warnings".__eq__)),
         ("Skipped updates", *_counted(run, lambda name: name.split("/")[-1] == "skipped")),
@@ -123,7 +123,7 @@ def configuration(run: RunData) -> Parts:
 
 
 def _change(run: RunData, what: str) -> str:
-    """First and last value from the summary; a reward comes from the metrics of a run without its end."""
+    """Return first and last value from the summary; for an unfinished run, the reward from its metrics."""
     if what == "accuracy" and run.summary.get("rewards_are_verdicts") is False:
         return ""
     first_name, last_name = ("reward_first", "reward_last") if what == "reward" else (f"{what}_before", f"{what}_after")
@@ -157,7 +157,7 @@ def _plain(value: Any) -> str:
 
 
 def _counted(run: RunData, wanted: Any) -> tuple[str, str]:
-    """Sum over the run of the metrics whose name is wanted, and the steps where it isn't 0."""
+    """Return the sum of the wanted metrics over the run, and the steps where it isn't 0."""
     at_step = {
         step: sum(value for name, value in values.items() if wanted(name) and math.isfinite(value))
         for step, values in run.metrics.items()
@@ -175,7 +175,7 @@ def _steps_where(run: RunData, holds: Callable[[Mapping[str, float]], bool]) -> 
 
 
 def _checkpoints(run: RunData) -> tuple[str, str]:
-    """Their steps, which of them are still there, and what could not be written."""
+    """Return the checkpoints' steps, those that still exist, and failed ones."""
     written = [one for one in run.checkpoints if isinstance(one.get("step"), int) and not one.get("error")]
     failed = [one["step"] for one in run.checkpoints if isinstance(one.get("step"), int) and one.get("error")]
     kept = [one["step"] for one in written if one.get("folder") in run.kept]
@@ -188,7 +188,7 @@ def _checkpoints(run: RunData) -> tuple[str, str]:
 
 
 def _pace(run: RunData) -> str:
-    """The median of the steps, apart from what comes before the first one."""
+    """Return the median of the steps, apart from what comes before the first one."""
     seconds = [value for step, value in run.points("time/step") if step >= 1 and math.isfinite(value)]
     return f"{duration(median(seconds))} (median)" if seconds else ""
 

@@ -1,4 +1,4 @@
-"""Tables of the bytes that were moved: samples by column and link, beside the paper's estimates, and resharding."""
+"""Tables of moved bytes: samples by column and link, with the paper's estimates, and resharding."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LINKS = {
 }
 """metrics of sample bytes by link"""
 LINK_TEXTS = {"node": "same node", "cross_node": "across nodes", "to_host": "to the host", "from_host": "from the host"}
-# (shown as, how the metrics of its columns and links begin)
+# (label, prefix of the metrics of its columns and links)
 OPERATIONS = {"put": "dock/put_bytes/", "got": "dock/get_bytes/"}
 METADATA = "dock/metadata_bytes"
 GIB = 1024**3
 
 Way = tuple[str, str]
-"""Operation and link, as they are shown."""
+"""Operation and link, as shown."""
 BytesByColumn = Counter[tuple[str, Way]]
 """Bytes by column and way."""
 
 
 def sample_flow(run: RunData) -> Parts:
-    """What all steps of the run moved, and a step's mean beside the paper's equations."""
+    """Return tables of the run's moved bytes, and a step's mean beside the paper's equations."""
     moved = moved_bytes(run)
     if not moved:
         return []
@@ -45,7 +45,7 @@ def sample_flow(run: RunData) -> Parts:
 
 
 def moved_bytes(run: RunData) -> BytesByColumn:
-    """Sum over all steps; the names are dock/{put,get}_bytes/COLUMN/LINK."""
+    """Sum bytes over all steps, from metrics dock/{put,get}_bytes/COLUMN/LINK."""
     link_of = {metric.removeprefix("dock/bytes_"): link for link, metric in LINKS.items()}
     moved: BytesByColumn = Counter()
     for name in run.metric_names:
@@ -61,7 +61,7 @@ def _total(run: RunData, metric: str) -> int:
 
 
 def _by_column(moved: BytesByColumn, note: str) -> Table:
-    """One row per column, the heaviest first, and one for all of them."""
+    """Return a table with a row per column, the heaviest first, and one for all."""
     used = {way for _, way in moved}
     ways = [way for link in LINKS for operation in OPERATIONS if (way := (operation, link)) in used]
     totals: Counter[str] = Counter()
@@ -105,12 +105,12 @@ def _ratio(measured: float, estimate: float) -> str:
 
 
 def link_text(link: str) -> str:
-    """The link's name in the report; one that isn't listed keeps its own."""
+    """Return the link's name in the report; one that isn't listed keeps its own."""
     return LINK_TEXTS.get(link, link)
 
 
 def moved_by_link(records: TimelineRecords) -> Parts:
-    """One row per link that weights and optimizer state went over: bytes of the run and of a step, and rates."""
+    """Return a table with a row per resharding link: bytes of the run and of a step, and rates."""
     by_link: dict[str, dict[int, list[Moved]]] = {}
     steps = {span.step for span in records.spans if span.moved}
     for span in records.spans:
@@ -137,5 +137,5 @@ def _line(link: str, moved_by_rank: dict[int, list[Moved]], num_steps: int) -> l
 
 
 def _together(link: str, moved: Sequence[Moved]) -> Moved:
-    """The sum of transfers over one link; its rate is their mean, weighted by time."""
+    """Return the sum of transfers over one link; its rate is their mean, weighted by time."""
     return Moved(link, sum(one.num_bytes for one in moved), sum(one.seconds for one in moved))

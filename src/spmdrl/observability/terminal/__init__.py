@@ -1,1 +1,1 @@
-"""What a person sees on a terminal: step lines, progress, summaries, numbers with units."""
+"""Output on a terminal: step lines, progress, summaries, numbers with units."""

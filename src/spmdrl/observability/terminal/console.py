@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: the step line, notes, a progress bar on a terminal, the final summary."""
+"""Output of a run: step lines, notes, a progress bar on a terminal, and the final summary."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from spmdrl.runtime.screen import safe_text, show
 MAX_COLUMNS = 160
 STEPS_FOR_ETA = 20
 SILENT_SECONDS = 5.0
-"""what takes longer is named in a log too"""
+"""duration from which an activity is shown in a log too"""
 
 
 class Console:
-    """Prints on rank 0; one made with `enabled=False`, for the other ranks, stays silent."""
+    """Console of rank 0; with `enabled=False`, for the other ranks, it stays silent."""
 
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None, silent_seconds: float = SILENT_SECONDS):
         self._silent_seconds = silent_seconds
@@ -40,17 +40,17 @@ class Console:
         self._max_steps: int | None = None
         self._phase, self._every = "", 1
         self._fields: set[str] = set()
-        """those that steps of this loop had"""
+        """fields that steps of this loop had"""
         self._bar: Progress | None = None
         self._spinner: Progress | None = None
         self._doing: list[tuple[str, float]] = []
-        """what goes on now, the innermost last, and since when"""
+        """present activities, innermost last, with their start"""
         self._step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
 
     def start(self, max_steps: int, *, phase: str = "train", done_steps: int = 0, every: int = 1) -> None:
         """Begin a loop of `max_steps` steps, whose lines start with `phase`; a terminal also gets a progress bar.
 
-        The first step has a line, and then each whose number is a multiple of `every`.
+        Lines are printed for the first step and every multiple of `every`.
         """
         self.close()
         self._max_steps, self._phase, self._every = max_steps, phase, every
@@ -62,7 +62,7 @@ class Console:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show what goes on in this block: at once on a terminal; in a log where it takes more than 5 seconds."""
+        """Show this block's activity: at once on a terminal, after 5 seconds in a log."""
         started = time.monotonic()
         timer = threading.Timer(self._silent_seconds, self.note, [f"{what} ..."])
         timer.daemon = True
@@ -78,7 +78,7 @@ class Console:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Show on a terminal what goes on in this block, and for how long it has."""
+        """Show this block's activity and its duration on a terminal."""
         self._doing.append((safe_text(what), time.monotonic()))
         self._refresh()
         try:
@@ -118,7 +118,7 @@ class Console:
         self._bar = self._spinner = None
 
     def _refresh(self) -> None:
-        """Show the innermost activity beside the bar, or behind a spinner where there is no bar."""
+        """Show the innermost activity beside the bar, or with a spinner if there is none."""
         now = self._doing[-1] if self._doing else None
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], doing=now)
@@ -133,7 +133,7 @@ class Console:
             self._spinner.update(self._spinner.task_ids[0], doing=now)
 
     def _width(self) -> int:
-        """Columns of the terminal, at most 160; 160 where they are unknown."""
+        """Return the terminal's columns, at most 160; 160 if unknown."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):
@@ -150,7 +150,7 @@ class Console:
 
 
 class _Doing(ProgressColumn):
-    """What goes on now, and since when."""
+    """Column with the present activity and its duration."""
 
     def render(self, task: Task) -> Text:
         doing = task.fields.get("doing")
@@ -162,12 +162,12 @@ def _plain_column() -> TextColumn:
 
 
 def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
-    """The last lines of a run: verdict, rewards, accuracies with intervals, and where things are."""
+    """Return the last lines of a run: verdict, rewards, accuracies with intervals, and paths."""
     steps, seconds = fields.get("steps"), number(fields.get("seconds"))
     length = f"{steps} steps" if steps is not None else ""
     length += f" in {duration(seconds)}" if seconds is not None else ""
     head = f"{phase} {outcome(fields)}".lstrip()
-    # The trouble has colons of its own, among which another one would be overlooked.
+    # The trouble has colons of its own, so parentheses are clearer.
     head += f" ({length.strip()})" if length and fields.get("trouble") else f": {length.strip()}" if length else ""
     tenth = fields.get("reward_steps")
     sampled = f" (sampled, first and last {'step' if tenth == 1 else f'{tenth} steps'})" if tenth else ""
@@ -186,14 +186,14 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
 
 
 def outcome(fields: Mapping[str, Any]) -> str:
-    """The verdict of a summary, with the trouble that it would hide: `done, but 4 of 5 updates were skipped: ...`."""
+    """The verdict of a summary, with its trouble: `done, but 4 of 5 updates were skipped: ...`."""
     trouble = fields.get("trouble")
     verdict = str(fields.get("verdict") or "ended")
     return f"{verdict}, but {'; '.join(map(str, trouble))}" if isinstance(trouble, list) and trouble else verdict
 
 
 def best_text(fields: Mapping[str, Any]) -> str:
-    """The best checkpoint of a summary; empty where none was kept for its value."""
+    """Return the best checkpoint of a summary; empty if none was kept for its value."""
     best = fields.get("best")
     if not isinstance(best, list) or not best:
         return ""
@@ -202,7 +202,7 @@ def best_text(fields: Mapping[str, Any]) -> str:
 
 
 def _accuracy(fields: Mapping[str, Any], how: str) -> str:
-    """Empty where rewards aren't verdicts, so that there is no accuracy."""
+    """Return the accuracy's text; empty if rewards aren't verdicts."""
     if fields.get("rewards_are_verdicts") is False:
         return ""
     text, rule = _first_to_last(fields, "accuracy_before", "accuracy_after"), fields.get("accuracy_rule")

@@ -11,11 +11,12 @@ from spmdrl.observability.terminal.units import count, duration
 
 TERMINAL_SECONDS = 1.0
 FILE_SECONDS = 10.0
-"""A log keeps every line, so it gets fewer."""
+"""Interval of lines in a log, which keeps all of them."""
 
 
 class GenerationProgress:
-    """Counts finished rows and their tokens: `generated 96/400 rows | 3.1k tok/s | eta 12s`, at most once a second.
+    """Progress of finished rows and their tokens: `generated 96/400 rows | 3.1k tok/s | eta 12s`, at most once a
+    second.
 
     `rows` is the word for them, such as `rows of rank 0`.
     """
@@ -51,6 +52,6 @@ class GenerationProgress:
         else:
             parts.append(f"eta {duration(seconds / self._num_done * (self._num_rows - self._num_done))}")
         line = " | ".join(parts)
-        # A terminal's line is written over, also where the one before was longer.
+        # Overwrite the terminal's line, even a longer one.
         self._stream.write(f"\r{line}\x1b[K" + "\n" * is_last if self._on_terminal else f"{line}\n")
         self._stream.flush()

@@ -1,4 +1,4 @@
-"""Which known name a misspelt one may mean; none where the nearest one isn't near."""
+"""Look-up of the known name that a misspelt one may mean."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LONGEST = 60
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that differs in case or signs alone, by one edit per four letters, or after its beginning."""
+    """The known name that differs only in case or signs, by one edit per four letters, or after its first half."""
     found: tuple[int, str] | None = None
     for name in known:
         distance = _distance(word, name)
@@ -44,6 +44,6 @@ def edit_distance(left: str, right: str) -> int:
 
 
 def _begins_alike(left: str, right: str) -> bool:
-    """Whether one is the other's first half or more, as in optim and optimizer."""
+    """Return True if one is at least the first half of the other, as in optim and optimizer."""
     short, long = sorted((left, right), key=len)
     return len(short) >= 4 and 2 * len(short) >= len(long) and long.startswith(short)

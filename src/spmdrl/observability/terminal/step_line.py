@@ -1,4 +1,4 @@
-"""The line about a step: every field that the run has in a file, and on a terminal what fits its width."""
+"""Line of a step: all of the run's fields in a file, and as many as fit on a terminal."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.terminal.units import count, duration, fixed, percent, scientific
 
 MISSING = "-"
-# Short names of what a step's seconds go to, in its order; time in stages that have none is `other`.
+# Short names of stages in step order; time in stages without one is `other`.
 STAGE_NAMES = {state.value: state.short_name for state in WorkerState} | {
     "inference": "lp", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
 }  # fmt: skip
 OTHER = "other"
-# What a terminal's line shows besides reward, loss and gradient norm, as far as it fits: the most wanted first.
+# Fields of a terminal's line beside reward, loss and gradient norm, the most important first.
 WANTED = (
     "seconds", "pairs", "answer", "eta", "zero-adv", "longest", "len", "lr", "kl", "value", "turns", "mismatch",
     "tok/s", "ent", "mem", "timings",
 )  # fmt: skip
 NUM_LONGEST = 2
-"""As many stages are `longest`; the other timings come last."""
+"""Number of stages under `longest`; the other timings come last."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """A step's metrics, and what else its line shows."""
+    """Metrics of a step, and other contents of its line."""
 
     step: int
     metrics: Mapping[str, float]
     max_steps: int | None = None
     phase: str = ""
-    """what kind of steps these are, such as grpo or sft"""
+    """kind of the steps, such as grpo or sft"""
     seconds_per_step: float | None = None
-    """used to estimate the remaining time; without it, this step's own seconds are"""
+    """pace for the estimate of the remaining time; None: this step's seconds"""
 
 
 def full_line(facts: StepFacts, known: set[str]) -> str:
-    """All fields in `known`, in a fixed order, with `-` for those that the step lacks; adds the step's own to it."""
+    """All fields in `known`, in a fixed order, with `-` for missing ones; adds the step's fields to `known`."""
     parts, timings = _parts(facts), _timings(facts.metrics)
     known |= {name for name, text in (parts | timings).items() if text}
     shown = {name: text or _missing(name) for name, text in parts.items() if name in known}
@@ -49,9 +49,9 @@ def full_line(facts: StepFacts, known: set[str]) -> str:
 
 
 def fitted_line(facts: StepFacts, width: int) -> str:
-    """The fields that the step has, as far as they fit; reward, loss and gradient norm always do from 72 columns on."""
+    """The step's fields, as far as they fit; from 72 columns on, reward, loss and gradient norm always do."""
     parts = _parts(facts)
-    # On a terminal only trouble is worth the columns.
+    # A terminal's columns are only spent on trouble.
     if not facts.metrics.get("health/updates_skipped"):
         parts["skipped"] = ""
     timings = {name: text for name, text in _timings(facts.metrics).items() if text is not None and float(text)}
@@ -79,7 +79,7 @@ def _joined(parts: Mapping[str, str], timings: Mapping[str, str | None], shown: 
 
 
 def _parts(facts: StepFacts) -> dict[str, str]:
-    """The text of each field, empty where the step doesn't have it."""
+    """Return the text of each field, empty if the step lacks it."""
     metrics, step, last = facts.metrics, facts.step, facts.max_steps
     head = f"{facts.phase} step {step}".lstrip() + ("" if last is None else f"/{last}")
     return {
@@ -110,7 +110,7 @@ def _part(metrics: Mapping[str, float], name: str, shape: str, text_of: Callable
 
 
 def _decimals(metrics: Mapping[str, float]) -> int:
-    """As many for all seconds of a line, by the longest of them."""
+    """Return the decimals of all seconds in a line, by the longest."""
     times = [value for name, value in metrics.items() if name.startswith("time/")]
     longest = metrics.get("time/step", max(times, default=0.0))
     return 0 if longest >= 100 else 1 if longest >= 1 else 2
@@ -121,7 +121,7 @@ def _seconds_text(metrics: Mapping[str, float]) -> str:
 
 
 def _timings(metrics: Mapping[str, float]) -> dict[str, str | None]:
-    """Seconds by short name of a stage, None where the step had none of it."""
+    """Return seconds by a stage's short name; None if the step lacks it."""
     # A deeper name, such as time/update/forward, is part of its stage's seconds.
     times = {name[5:]: value for name, value in metrics.items() if name.startswith("time/") and name.count("/") == 1}
     times.pop("step", None)
@@ -149,7 +149,7 @@ def _value_part(metrics: Mapping[str, float]) -> str:
 
 
 def _skipped_part(metrics: Mapping[str, float]) -> str:
-    """Updates of the run so far that changed nothing, of all."""
+    """Update of the run so far that changed nothing, of all."""
     if "health/updates" not in metrics:
         return ""
     return f"skipped {metrics.get('health/updates_skipped', 0.0):.0f}/{metrics['health/updates']:.0f}"
@@ -161,7 +161,7 @@ def _length_part(metrics: Mapping[str, float]) -> str:
 
 
 def _memory_part(metrics: Mapping[str, float]) -> str:
-    """The highest peak of a device; where there is none, what the largest process holds."""
+    """Return the highest peak of a device; without one, the largest process's memory."""
     peaks = [value for name, value in metrics.items() if name.startswith("mem/") and name.endswith("_peak_gib")]
     peaks = peaks or [metrics[name] for name in ("mem/resident_gib",) if name in metrics]
     if not peaks:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: durations, counts, bytes and small values."""
+"""Readable numbers: durations, counts, bytes and small values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def duration(seconds: float) -> str:
-    """A length of time in its two largest units: 8.4s, 45s, 3m12s, 26m, 1h05m, 2d03h."""
+    """Return a length of time in its two largest units: 8.4s, 45s, 3m12s, 26m, 1h05m, 2d03h."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:
@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number of things in three digits: 812, 14.2k, 3.1M."""
+    """Return a number of things in three digits: 812, 14.2k, 3.1M."""
     if not math.isfinite(value):
         return str(value)
     for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -39,7 +39,7 @@ def count(value: float) -> str:
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The scale and name of the unit in which `largest` bytes has one to four digits before the point."""
+    """Return the scale and name of the unit in which `largest` bytes has one to four digits before the point."""
     power = 0
     while abs(largest) >= 1024 and power < len(BYTE_UNITS) - 1:
         largest /= 1024
@@ -48,14 +48,14 @@ def byte_unit(largest: float) -> tuple[float, str]:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """An amount of memory: 512 B, 1.5 MiB, 61 GiB."""
+    """Return an amount of memory: 512 B, 1.5 MiB, 61 GiB."""
     scale, unit = byte_unit(num_bytes)
     scaled = num_bytes / scale
     return f"{scaled:.{0 if scaled >= 10 or unit == 'B' else 1}f} {unit}"
 
 
 def fixed(value: float, decimals: int) -> str:
-    """A value with this many decimals, or in scientific form where it is too small for them or huge."""
+    """Return a value with this many decimals, or in scientific form where it is too small for them or huge."""
     if not math.isfinite(value):
         return str(value)
     hidden = value != 0 and abs(value) < 0.5 * 10**-decimals
@@ -63,7 +63,7 @@ def fixed(value: float, decimals: int) -> str:
 
 
 def scientific(value: float) -> str:
-    """Two digits and the shortest exponent: 1.2e-3."""
+    """Format with two digits and the shortest exponent: 1.2e-3."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     mantissa, exponent = f"{value:.1e}".split("e")
@@ -71,5 +71,5 @@ def scientific(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as whole percent: 18%."""
+    """Return a fraction as whole percent: 18%."""
     return f"{100 * fraction:.0f}%" if math.isfinite(fraction) else str(fraction)
