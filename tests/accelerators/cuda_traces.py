@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spmdrl.dataflow.stages.critic_update import ValueLoss
+from spmdrl.dataflow.stages.critic_states import ValueLoss
 from spmdrl.dataflow.stages.update import PolicyLoss
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig

@@ -12,10 +12,10 @@ from tests.support.jobs import run_job, tiny_config
 from spmdrl.cli.command_line import take_question
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
-from spmdrl.job.start.first_row import data_warnings, row_lines
 from spmdrl.job.start.prepared import check_room, prepare_without_weights
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
+from spmdrl.verbs.check import data_warnings, row_lines
 
 MAKE = (
     "model.make={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, "

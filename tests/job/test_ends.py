@@ -10,7 +10,7 @@ import pytest
 from tests.job.test_stopping import SUPERVISED, ask_after_steps
 from tests.support.jobs import run_job, summary_of, tiny_config
 
-from spmdrl.job.run.ends import EndFacts, end_of
+from spmdrl.job.run.outcome import EndFacts, end_of
 
 NEWEST = Path("runs/a/checkpoints/step_000010")
 FULL = "the checkpoint of step 11, the last one, could not be written (disk full)"

@@ -11,7 +11,7 @@ from tests.bench.faults.planned_faults import VARIABLE
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
 from spmdrl.engines.training.microbatch import MemoryRanOut, MicrobatchLimit
-from spmdrl.job.model.shared_limit import LIMIT_FILE
+from spmdrl.job.model.update_troubles import LIMIT_FILE
 
 SMALL = ("train.max_tokens_per_microbatch=128", "train.epochs_per_step=2", "checkpoint.interval=1")
 ALIKE = ("loss", "grad_norm", "entropy", "reward", "update/skipped", "dock/trained")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
+from spmdrl.dataflow.stages.rollout.turns import build_turns
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluator import Evaluation, build_evaluator, write_records
 from spmdrl.job.model.replica import load_replica
@@ -17,7 +18,6 @@ from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
-from spmdrl.job.training_step import build_turns
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -44,7 +44,10 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
     prepared = prepare_together(checked, world, console)
     replica = load_replica(config, prepared.source, world, console)
     with RewardPool(config.reward) as pool, ExitStack() as stack:
-        turns = build_turns(config, replica, prepared, world, stack)
+        turns = build_turns(
+            config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
+            vocab_size=prepared.source.decoder.vocab_size,
+        )  # fmt: skip
         evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):

@@ -20,6 +20,7 @@ from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import turns_record
 from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.turns import build_turns
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
@@ -31,7 +32,6 @@ from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
-from spmdrl.job.training_step import build_turns
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
@@ -123,7 +123,10 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     progress = GenerationProgress(num_rows, unit) if world.is_main else None
     prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
-        turns = build_turns(config, replica, prepared, world, stack)
+        turns = build_turns(
+            config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
+            vocab_size=prepared.source.decoder.vocab_size,
+        )  # fmt: skip
         for ended in run_rollout(replica.engine, requests, prompts_of_requests, turns):
             if replica.mesh.is_leader:
                 kept.add(

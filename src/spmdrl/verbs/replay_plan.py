@@ -13,9 +13,8 @@ from spmdrl.config.reader import ConfigError, LoadedConfig
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
 from spmdrl.job.model.model_source import CHECKPOINTS, newest_sound_model
 from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
-from spmdrl.job.run.config_changes import resolved_config_until
 from spmdrl.job.run.outcome import WARM_START
-from spmdrl.job.run.resuming import RUN_FILE, read_record
+from spmdrl.job.run.resuming import RUN_FILE, read_record, resolved_config_until
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.summary import read_summary

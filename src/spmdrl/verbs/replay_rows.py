@@ -20,6 +20,7 @@ from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.training import build
 from spmdrl.observability.jsonl import to_json
 from spmdrl.observability.report.replay_section import ReplayedRow, replay_section
 from spmdrl.observability.report.report import write_report
@@ -29,7 +30,7 @@ from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.screen import show, waiting
 from spmdrl.verbs.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
 from spmdrl.verbs.replay_watch import ReplayWatch, StepReplayed
-from spmdrl.verbs.train import build, loop
+from spmdrl.verbs.train import loop
 
 DIFFERS = 1
 _COMPARED = {
@@ -88,7 +89,7 @@ def _replayed(checked: CheckedRun, plan: ReplayPlan, rows: Sequence[int], *, sto
         run.console = Console(enabled=False)
         with start_up(), waiting("replay: loading the run", enabled=not stops):
             training = build(checked, run, stack)
-        watch = ReplayWatch(plan.step, rows, training.tokenizer, config.reward, stops=stops)
+        watch = ReplayWatch(plan.step, rows, training.prepared.tokenizer, config.reward, stops=stops)
         training.stages.hooks.append(watch)
         try:
             with waiting(f"replay: step {plan.first_step} to {plan.step}", enabled=not stops):

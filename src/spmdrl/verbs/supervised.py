@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
+from spmdrl.dataflow.stages.rollout.turns import build_turns
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.job.evaluator import build_evaluator
@@ -15,10 +16,9 @@ from spmdrl.job.held_out import AnswerJudge, HeldOut, PairJudge
 from spmdrl.job.model.model_source import prepare_model
 from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
-from spmdrl.job.model.shared_limit import share_limit
 from spmdrl.job.model.switching import build_switching
+from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
 from spmdrl.job.objectives import Objective, PairObjective, build_objective
-from spmdrl.job.rollouts.skipped_batches import keep_skipped_batches
 from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
@@ -26,7 +26,6 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import CheckedRun, Verb, check_run
-from spmdrl.job.training_step import build_turns
 from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.terminal.console import Console
@@ -117,7 +116,10 @@ def _build_held_out(
         return HeldOut(PairJudge(pairs, objective, run), run, config.eval)
     replica = build_policys_replica(checked, prepared.source, run.world)
     pool = stack.enter_context(RewardPool(config.reward))
-    turns = build_turns(config, replica, prepared, run.world, stack)
+    turns = build_turns(
+        config.environment, replica.mesh, prepared.tokenizer, run.world.device.torch_device, stack,
+        vocab_size=prepared.source.decoder.vocab_size,
+    )  # fmt: skip
     evaluator = build_evaluator(config, prepared, replica, pool, turns)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts

@@ -13,8 +13,7 @@ from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.algorithms.policy.pf_ppo import filter_weights
 from spmdrl.algorithms.table import ALGORITHMS, build_algorithm
 from spmdrl.algorithms.terms.kl import kl_loss
-from spmdrl.dataflow.stages.critic_update import ValueLoss
-from spmdrl.dataflow.stages.returns import lambda_returns
+from spmdrl.dataflow.stages.critic_states import ValueLoss, lambda_returns
 from spmdrl.engines.training.packed_rows import MicroBatch
 from spmdrl.nouns.batch import LossScope
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmdrl.algorithms.policy.pf_ppo import PfPpo
 from spmdrl.algorithms.settings.actor_critic_configs import PfPpoConfig
 from spmdrl.algorithms.settings.algo_config import ClippedConfig
-from spmdrl.dataflow.stages.critic_update import CriticUpdateStage
+from spmdrl.dataflow.stages.critic_states import CriticUpdateStage
 from spmdrl.dataflow.stages.rows import TURNS
 from spmdrl.dataflow.stages.update import UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows

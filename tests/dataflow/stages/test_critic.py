@@ -15,9 +15,14 @@ from tests.support.ranks import run_ranks
 
 from spmdrl.algorithms.policy.grpo import Grpo
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
-from spmdrl.dataflow.stages.critic_update import CriticUpdateStage, ValueLoss, explained_variance
+from spmdrl.dataflow.stages.critic_states import (
+    CriticUpdateStage,
+    ReturnsStage,
+    ValueLoss,
+    explained_variance,
+    lambda_returns,
+)
 from spmdrl.dataflow.stages.inference import CutValueStage, ScoreStage
-from spmdrl.dataflow.stages.returns import ReturnsStage, lambda_returns
 from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.models.make_model import RandomWeights

@@ -8,7 +8,7 @@ import torch
 from tests.support.letters import LetterTokenizer
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.teacher import TeachersPrompts
+from spmdrl.dataflow.stages.inference import TeachersPrompts
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.batch import Batch
 

@@ -76,7 +76,7 @@ class JudgeStage:
     state = WorkerState.JUDGE
 
     def __init__(self, judge: Judge, decode: DecodeTokens, recorder: Recorder):
-        self._judge = judge
+        self.judge = judge
         self._decode = decode
         self._recorder = recorder
 
@@ -87,7 +87,7 @@ class JudgeStage:
             self._question(samples.rows.prompt_of(row), self._decode(response))
             for row, response in zip(rows, responses, strict=True)
         ]
-        scores = self._judge.scores(questions, self._recorder)
+        scores = self.judge.scores(questions, self._recorder)
         judged = Batch(batch.rows)
         found = [float("nan") if score is None else score for score in scores]
         judged.put_dense(JUDGE_SCORE, torch.tensor(found, dtype=torch.float32))
@@ -96,7 +96,7 @@ class JudgeStage:
 
     def _question(self, prompt: Prompt, response: str) -> str:
         values = {"prompt": text_of(prompt), "response": response, "answer": prompt.answer or ""}
-        return self._judge.config.question(values)
+        return self.judge.config.question(values)
 
 
 def text_of(prompt: Prompt) -> str:

@@ -11,7 +11,6 @@ What is kept of rollouts, and why; a batch's columns are written in one way (`sa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.dataflow.samples.carried import CarriedGroups
@@ -19,9 +18,8 @@ from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
-from spmdrl.job.run.checkpoints import Checkpoints
+from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import on_every_rank, on_main
-from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.metrics import Stat, table_of, totals_of
 from spmdrl.resources.collectives import gather_bytes
@@ -40,23 +38,15 @@ class KeptRollouts:
     Of the groups that the step deferred, they are what is carried over.
     """
 
-    def __init__(
-        self, checkpoints: Checkpoints, logs: RunLogs, carried: CarriedGroups, *,
-        identity: Mapping[str, object], start_step: int,
-    ):  # fmt: skip
-        """`identity` is the run's, which goes on after `start_step`."""
-        self._checkpoints = checkpoints
-        self._logs = logs
-        self._carried = carried
-        self._identity = identity
-        self._start_step = start_step
-        self._is_on = checkpoints.store.config.keep_rollouts
+    def __init__(self, run: Run, carried: CarriedGroups):
+        """`run` has resumed."""
+        self._checkpoints, self._logs, self._carried = run.checkpoints, run.logs, carried
+        self._identity, self._start_step = run.identity, run.start_step
+        self._is_on = run.checkpoints.store.config.keep_rollouts
         self._store = CheckpointStore(
-            logs.folder / ROLLOUTS,
-            CheckpointConfig(keep_last=1),
-            is_main=logs.world.is_main,
+            run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main,
             required=(IDENTITY, METRICS),
-        )
+        )  # fmt: skip
         self._recorded: dict[str, Stat] = {}
         """of the rows that were taken up"""
         self._store.remove_leftovers()

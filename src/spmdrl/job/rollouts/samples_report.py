@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 
 from spmdrl.config.config import Config
@@ -15,10 +16,13 @@ from spmdrl.dataflow.stages.reward import DecodeTokens
 from spmdrl.dataflow.stages.rows import TURNS, turn_texts
 from spmdrl.dataflow.stages.stages import StageHook
 from spmdrl.dataflow.stages.update_report import ShownRows
+from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.rollouts.row_records import RowRecords
+from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.batch import Batch
-from spmdrl.nouns.roles import WorkerState
+from spmdrl.nouns.roles import POLICY, WorkerState
 from spmdrl.observability.log import SampleRecord, SampleToken
 from spmdrl.runtime.workers.verdict import Verdict
 
@@ -35,8 +39,8 @@ class SamplesReport(StageHook):
         """`rewards` are the names of the reward functions."""
         self._logs = logs
         self._dock = dock
-        self._shown = shown
-        self._records = records
+        self.shown = shown
+        self.records = records
         self._decode = decode
         self._rewards = rewards
         self._texts: dict[int, str] = {}
@@ -49,12 +53,12 @@ class SamplesReport(StageHook):
         """
         if state is not WorkerState.UPDATE:
             return
-        self._records.write(samples.step)
-        if not self._logs.world.is_main or not self._shown.rows:
+        self.records.write(samples.step)
+        if not self._logs.world.is_main or not self.shown.rows:
             return
         turns = samples.rows.reads(WorkerState.UPDATE) & {TURNS}
-        batch = samples.read(self._shown.rows, [*COLUMNS, *turns])
-        trained = [row for row in self._shown.rows if samples.rows.is_trained(row)]
+        batch = samples.read(self.shown.rows, [*COLUMNS, *turns])
+        trained = [row for row in self.shown.rows if samples.rows.is_trained(row)]
         advantages = dict(zip(trained, samples.read(trained, ["advantages"]).to_lists("advantages"), strict=True))
         records = [
             self._record(samples, batch.select([place]), advantages.get(row))
@@ -68,7 +72,7 @@ class SamplesReport(StageHook):
         ids, versions, parts = (one.values(name).tolist() for name in ("response_ids", "versions", "reward_parts"))
         turns = one.values(TURNS).tolist() if TURNS in one else None
         own = [True] * len(ids) if turns is None else [turn > 0 for turn in turns]
-        seen = iter(self._shown.logprobs(row) or [])
+        seen = iter(self.shown.logprobs(row) or [])
         trained = [next(seen, None) if is_own else None for is_own in own]
         tokens = [
             SampleToken(self._text(token), advantage if is_own else None, None if known is None else logprob - known)
@@ -117,6 +121,19 @@ class SamplesReport(StageHook):
                 recorder.total(f"dock/get_bytes/{column}/{link.value}", num_bytes)
         recorder.total("dock/metadata_bytes", moved.metadata_bytes)
         recorder.total("dock/held_bytes", self._dock.held_bytes)
+
+
+def build_report(
+    checked: CheckedRun, run: Run, models: RoleModels, dock: TransferDock, decode: DecodeTokens, stack: ExitStack
+) -> SamplesReport:
+    """The report of a run that goes on after `run.start_step`; its records are closed with the stack."""
+    config, logs, mesh = checked.config, run.logs, models[POLICY].trainer.mesh
+    records = stack.enter_context(RowRecords(run.folder, run.world, mesh, last_step=run.start_step))
+    shown = ShownRows(config.log.samples_per_step, records)
+    logs.add_to_summary(
+        "the sample flow's estimates", sample_flow=estimates_of(config, checked.needs, run.world.num_nodes)
+    )
+    return SamplesReport(logs, dock, shown, records, decode, rewards=config.reward.names)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

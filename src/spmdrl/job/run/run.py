@@ -15,12 +15,13 @@ from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, mode
 from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
 from spmdrl.job.run.checkpoints import Checkpoints
-from spmdrl.job.run.config_changes import keep_config
-from spmdrl.job.run.ends import End, EndFacts, end_of
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.outcome import (
     CARD,
     WARM_START,
+    End,
+    EndFacts,
+    end_of,
     model_card,
     note_abandoned,
     outcome_of,
@@ -29,11 +30,10 @@ from spmdrl.job.run.outcome import (
     write_outcome,
     write_start,
 )
-from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord
+from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord, identity_of, keep_config
 from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
-from spmdrl.job.start.run_identity import identity_of
 from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.fault_points import faultpoint

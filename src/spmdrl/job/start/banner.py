@@ -66,6 +66,11 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
         f"data   {len(prompts)} rows | {step} | {checked.num_steps} steps = "
         f"{checked.num_steps * rows_per_step / max(len(prompts), 1):.3g} passes over the rows"
     )
+    if (rounds := config.rollout.partial_max_rounds) > 1 and checked.verb == "train":
+        yield (
+            f"rollout.partial_max_rounds {rounds}: which prompts a step trains depends on the number of replicas "
+            f"({replicas} here); the same number repeats a run exactly, another trains as many"
+        )
     if checked.verb == "train":
         yield f"algo   {_algorithm(config.algo)}"
         values = {name: getattr(config.rollout, name) for name in ("top_p", "top_k", "min_p")}

@@ -15,7 +15,7 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
-from spmdrl.dataflow.stages.teacher import TeachersPrompts
+from spmdrl.dataflow.stages.inference import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.foreign_folder import try_folder
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, compute_dtype, read_config, resolve_model_folder

@@ -20,7 +20,7 @@ so theirs aren't scored beside generation.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.inference import ScoreStage
@@ -29,7 +29,7 @@ from spmdrl.engines.generation.protocol import Response
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.observability.timeline import Timeline
 from spmdrl.resources.collectives import Arrivals, broadcast_bytes
-from spmdrl.resources.mesh import Axis
+from spmdrl.resources.mesh import Axis, GenerationMesh
 
 _PAUSE_SECONDS = 0.001
 
@@ -164,6 +164,23 @@ class Portions:
             return found
         own = bytes([found]) if self._axis.rank == 0 else None
         return bool(broadcast_bytes(own, self._axis.ranks[0], self._axis.group)[0])
+
+
+def build_portions(
+    number: int, scores: Sequence[ScoreStage], mesh: GenerationMesh, timeline: Timeline, note: Callable[[str], None], *,
+    fuse: bool, swaps: bool, timeout_seconds: float,
+) -> Portions:  # fmt: skip
+    """Portions that are scored while rows wait for an environment, unless something stands against it. Collective."""
+    obstacle = None
+    if not fuse:
+        obstacle = "as dock.fuse is false"
+    elif swaps:
+        obstacle = "as the training state leaves for generation"
+    elif mesh.expert.size > 1:
+        obstacle = "as replicas that share experts step together"
+    when = f"after generation, {obstacle}" if obstacle else "while rows wait for the environment"
+    note(f"{', '.join(stage.state.value for stage in scores)}: in {number} portions, {when}")
+    return Portions(number, scores, mesh.tensor, timeline, None if obstacle else Arrivals(timeout_seconds))
 
 
 def _is_complete_before(arrivals: Arrivals, came: Came) -> bool:

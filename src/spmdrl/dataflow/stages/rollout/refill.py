@@ -7,9 +7,8 @@ opened --never admitted--> deferred: the next step begins with them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +18,14 @@ from spmdrl.dataflow.samples.rounds import refill_size
 from spmdrl.dataflow.samples.row_lives import DEFERRED
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import rule_of
-from spmdrl.dataflow.stages.advantage import drop_left_out, is_left, of_all_ranks
+from spmdrl.dataflow.stages.advantage import Credit, drop_left_out, is_left, of_all_ranks
 from spmdrl.dataflow.stages.rows import credit_inputs
-from spmdrl.nouns.batch import CreditInputs, CreditSettings, WorkerState
+from spmdrl.nouns.batch import CreditSettings, WorkerState
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
 
 SURPLUS = "surplus"
 """The reason for which a prompt is dropped that came in beyond those that the step trains."""
-
-
-class Selecting(Protocol):
-    """The part of an algorithm that decides what is left."""
-
-    def columns_for_credit(self) -> frozenset[str]: ...
-    def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Refill:
     """
 
     carried: CarriedGroups
-    algorithm: Selecting
+    algorithm: Credit
     settings: CreditSettings
     mesh: GenerationMesh
     recorder: Recorder

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+
+import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_request
@@ -23,11 +26,13 @@ from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
+from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.runtime.supervision.activity import activity, some
 from spmdrl.runtime.workers.call_pool import Unanswered
-from spmdrl.runtime.workers.strikes import Subject
+from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
 EncodeForeign = Callable[[str, str, str], list[int]]
@@ -183,3 +188,18 @@ def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]
         numbers, seeds = ([values[member] for member in fresh] for values in (request.rows, request.seeds))
         requests.append(Request(tuple(numbers), request.prompt_ids, tuple(seeds), request.sampling))
     return requests
+
+
+def build_turns(
+    config: EnvironmentConfig, mesh: GenerationMesh, tokenizer: ModelTokenizer, device: torch.device, stack: ExitStack,
+    *, vocab_size: int, strikes: Strikes | None = None,
+) -> RolloutTurns | None:  # fmt: skip
+    """Turns with the environment of a configuration, closed with the stack; None without one."""
+    if config.function is None:
+        return None
+    pool = stack.enter_context(EnvironmentPool(config, strikes=strikes)) if mesh.is_leader else None
+    return RolloutTurns(
+        pool, mesh, lockstep=Lockstep(mesh.expert, device),
+        decode=tokenizer.decode, decode_all=tokenizer.decode_all, encode=tokenizer.encode_foreign,
+        vocab_size=vocab_size, return_after=config.return_after_steps,
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""The side of a training run that answers prompts and rewards responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.stages.inference import ScoreStage
+from spmdrl.dataflow.stages.quarantine import Quarantine
+from spmdrl.dataflow.stages.reward import RewardStage
+from spmdrl.dataflow.stages.rollout.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
+from spmdrl.dataflow.stages.rollout.portions import build_portions
+from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
+from spmdrl.dataflow.stages.rollout.refill import Refill
+from spmdrl.dataflow.stages.rollout.turns import build_turns
+from spmdrl.dataflow.stages.stages import Attempts, Stage
+from spmdrl.engines.generation.native.row_steps import Lockstep
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.job.model.replica import Replica
+from spmdrl.job.run.run import Run
+from spmdrl.job.start.prepared import Prepared
+from spmdrl.job.start.start_checks import CheckedRun, credit_settings_of
+from spmdrl.runtime.workers.strikes import Strikes
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The generation state without what it does on the way, and the state that waits for rewards."""
+
+    pool: RewardPool
+    generation: GenerationStage
+    reward: RewardStage
+
+    def stage(
+        self, checked: CheckedRun, run: Run, carried: CarriedGroups, scores: Sequence[ScoreStage], *, swaps: bool
+    ) -> Stage:
+        """The generation state; with an environment, rows that have ended are scored in portions. Collective.
+
+        `swaps` is set where the training state is away meanwhile.
+        """
+        config, generation = checked.config, self.generation
+        if generation.turns is not None and scores and not carried.rules.num_refills:
+            portions = build_portions(
+                config.dock.portions, scores, generation.mesh, run.logs.timeline, run.console.note,
+                fuse=config.dock.fuse, swaps=swaps, timeout_seconds=run.world.timeout_seconds,
+            )  # fmt: skip
+            generation = replace(generation, portions=portions)
+        if carried.is_used:
+            lockstep = Lockstep(generation.mesh.expert, run.world.device.torch_device)
+            return PartialGenerationStage(**vars(generation), carried=carried, lockstep=lockstep)
+        if config.debug.rollouts_from or config.debug.rollouts_to:
+            names = (config.debug.rollouts_from, config.debug.rollouts_to)
+            source, target = (Path(name) if name else None for name in names)
+            return RecordedGeneration(generation, source=source, target=target)
+        return generation
+
+    def attempts(self, checked: CheckedRun, carried: CarriedGroups) -> Attempts | None:
+        """The loop of a step that begins more prompts in place of those that the algorithm leaves out, if it may."""
+        if not carried.rules.num_refills:
+            return None
+        settings, own = credit_settings_of(checked.config), self.generation
+        return Refill(carried, checked.algorithm, settings, own.mesh, own.recorder).attempts
+
+
+def build_rollout(checked: CheckedRun, run: Run, prepared: Prepared, replica: Replica, stack: ExitStack) -> Rollout:
+    """Start the processes of rewards and environments, which are closed with the stack. Collective."""
+    config, world, logs, tokenizer, strikes = checked.config, run.world, run.logs, prepared.tokenizer, Strikes()
+    with run.console.doing("starting the rewards"):
+        pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
+    turns = build_turns(
+        config.environment, replica.mesh, tokenizer, world.device.torch_device, stack,
+        vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,
+    )  # fmt: skip
+    quarantine = Quarantine(strikes, run.folder, is_main=world.is_main, start_step=run.start_step)
+    reward = RewardStage(pool, config.reward, tokenizer.decode, logs.recorder, logs.timeline, quarantine)
+    generation = GenerationStage(
+        engine=replica.engine, mesh=replica.mesh, sampling=config.rollout.sampling(tokenizer.stop_token_ids),
+        seed=config.seed, listeners=[reward], recorder=logs.recorder, turns=turns,
+    )  # fmt: skip
+    return Rollout(pool, generation, reward)

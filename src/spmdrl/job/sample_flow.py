@@ -1,0 +1,90 @@
+"""The sample flow of a training run: which prompts a step begins, where their rows are, and where each of them ends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from spmdrl.dataflow.data.prompts import PromptSource
+from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
+from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
+from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.samples.dock import TransferDock
+from spmdrl.dataflow.samples.rounds import RoundRules
+from spmdrl.dataflow.samples.row_lives import Accounting
+from spmdrl.dataflow.samples.run_account import RunAccount
+from spmdrl.dataflow.samples.samples import Samples
+from spmdrl.engines.models.decoder import row_cost_of
+from spmdrl.job.model.role_models import RoleModels
+from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.nouns.roles import POLICY, WorkerState
+from spmdrl.observability.fault_points import faultpoint
+from spmdrl.resources.mesh import GenerationMesh
+from spmdrl.resources.world import World
+
+
+class SampleFlow:
+    """Opens and closes the batch of each step.
+
+    made -> read from a checkpoint, if there is one -> the dock is opened -> open(step) -> close(step) -> open(step + 1)
+    """
+
+    dock: TransferDock
+
+    def __init__(self, checked: CheckedRun, prompts: PromptSource, mesh: GenerationMesh, world: World):
+        config = checked.config
+        rollout = config.rollout
+        rules = RoundRules(
+            rollout.prompts_per_step, rollout.extra_prompts, rollout.partial_max_rounds,
+            num_steps=config.train.max_steps, num_refills=checked.algorithm.max_refills,
+        )  # fmt: skip
+        self.carried = CarriedGroups(rules, mesh)
+        self.history = LengthHistory(is_main=world.is_main)
+        self.account = RunAccount(rollout.num_generations, is_main=world.is_main)
+        self._prompts = prompts
+        self._mesh = mesh
+        self._group_size = rollout.num_generations
+        self._world = world
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a step generates at once, at most."""
+        return self.carried.rules.most_groups * self._group_size
+
+    def open_dock(
+        self, checked: CheckedRun, models: RoleModels, judges: GenerationMesh | None, stack: ExitStack
+    ) -> None:
+        """Open the dock, in which ranks share rows as the layout of each state's model groups them. Collective.
+
+        Raises ValueError where groups that take several steps are left and steps are to be refilled now.
+        """
+        if self.carried.known and self.carried.rules.num_refills:
+            raise ValueError(
+                f"algo.max_refills is {self.carried.rules.num_refills}, but an earlier part of the run, with "
+                f"rollout.partial_max_rounds above 1, left {len(self.carried.known)} prompts to go on with; set "
+                "algo.max_refills to 0 until a checkpoint has none"
+            )
+        config, policy, device = checked.config, models[POLICY], self._world.device.torch_device
+        roles = {slot.state: slot.role for slot in checked.slots if slot.state.uses_training_engine}
+        meshes = {state: models[role].trainer.mesh for state, role in roles.items() if role is not None}
+        row_groups = groups_of_training(meshes, device) | groups_of_generation(self._mesh, device)
+        if judges is not None:
+            row_groups |= groups_of_generation(judges, device, WorkerState.JUDGE)
+        dock = TransferDock(
+            self._world, checked.needs, config.dock,
+            seed=config.seed, cost=row_cost_of(policy.source.decoder), row_groups=row_groups,
+            whole_groups=[WorkerState.UPDATE] if checked.algorithm.unit_size > 1 else [],
+            shares_prompts=policy.trainer.shares_prompts, history=self.history,
+        )  # fmt: skip
+        self.dock = stack.enter_context(dock)
+
+    def open(self, step: int) -> Samples:
+        """Open the batch of a step: groups that earlier steps began, if any, then new prompts, in order."""
+        faultpoint("data")
+        groups = self.carried.of_step(step)
+        self.account.open(step, groups.serials)
+        prompts = [self._prompts.at(serial) for serial in groups.serials]
+        return self.dock.open_batch(step, prompts, self._group_size, groups.holders)
+
+    def close(self, samples: Samples) -> Accounting:
+        """Close the batch of a step, each of whose rows was trained, dropped with a reason or deferred. Collective."""
+        return self.account.close(self.dock.close_batch(samples))

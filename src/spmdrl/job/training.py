@@ -1,0 +1,89 @@
+"""A training run, built bottom-up: models, sample flow, rewards, worker states."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from spmdrl.dataflow.stages.stages import Stage, StageHook, Stages
+from spmdrl.job.evaluator import build_evaluator
+from spmdrl.job.held_out import AnswerJudge, HeldOut
+from spmdrl.job.model.replica import Replica, build_policys_replica
+from spmdrl.job.model.role_models import build_role_models, saved_state
+from spmdrl.job.model.switching import Switching, build_switching
+from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
+from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
+from spmdrl.job.rollouts.rollout import build_rollout
+from spmdrl.job.rollouts.samples_report import SamplesReport, build_report
+from spmdrl.job.run.run import Run
+from spmdrl.job.sample_flow import SampleFlow
+from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.prepared import Prepared, prepare_together
+from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.worker_states import StepAlgorithm, judging_state, learning_states, scoring_states
+from spmdrl.nouns.roles import WorkerState
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts that the loop calls."""
+
+    run: Run
+    algorithm: StepAlgorithm
+    flow: SampleFlow
+    switching: Switching
+    stages: Stages
+    held_out: HeldOut
+    replica: Replica
+    kept_rollouts: KeptRollouts
+    report: SamplesReport
+    prepared: Prepared
+
+
+def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
+    """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
+    config, world = checked.config, run.world
+    prepared = prepare_together(checked, world, run.console)
+    run.admit(prepared.sources)
+    print_banner(checked, prepared, world, run.console)
+    tokenizer, prompts = prepared.tokenizer, prepared.prompts
+    with run.console.doing("loading the weights"):
+        models = build_role_models(checked, prepared.sources, world)
+    with run.console.doing("starting the generation engine"):
+        replica = build_policys_replica(checked, prepared.source, world)
+    flow = SampleFlow(checked, prompts, replica.mesh, world)
+    algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
+    run.resume(saved_state(config.checkpoint, models, flow.carried, algorithm, flow.history, flow.account))
+    keep_skipped_batches(models, run)
+    share_limit(models, run)
+
+    logs, rollout = run.logs, build_rollout(checked, run, prepared, replica, stack)
+    evaluator = build_evaluator(config, prepared, replica, rollout.pool, rollout.generation.turns)
+    num_rows = max(flow.most_rows, evaluator.num_rows if evaluator else 0)
+    switching = build_switching(config, logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
+    judging = judging_state(checked, prepared, run, switching.ledger)
+    flow.open_dock(checked, models, judging.judge.mesh if judging else None, stack)
+    report = build_report(checked, run, models, flow.dock, tokenizer.decode, stack)
+    hooks: list[StageHook] = [report]
+    scores = scoring_states(checked, models, switching, prepared)
+    states: dict[WorkerState, Stage] = {
+        WorkerState.GENERATION: rollout.stage(checked, run, flow.carried, [*scores.values()], swaps=switching.swaps),
+        WorkerState.REWARD: rollout.reward,
+        **scores,
+        **({WorkerState.JUDGE: judging} if judging else {}),
+        **learning_states(checked, models, run, algorithm, report, hooks),
+    }
+    attempts = rollout.attempts(checked, flow.carried)
+    stages = Stages(checked.slots, states, logs.timeline, switching.note_memory, hooks=hooks, attempts=attempts)
+    return Training(
+        run=run,
+        algorithm=algorithm,
+        flow=flow,
+        switching=switching,
+        stages=stages,
+        held_out=HeldOut(AnswerJudge(evaluator, switching, run) if evaluator else None, run, config.eval),
+        replica=replica,
+        kept_rollouts=KeptRollouts(run, flow.carried),
+        report=report,
+        prepared=prepared,
+    )
