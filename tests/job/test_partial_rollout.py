@@ -45,7 +45,7 @@ def test_a_run_that_dies_between_two_checkpoints_goes_on_to_the_bit(tmp_path):
 
 
 @pytest.mark.ranks
-def test_kept_rollouts_bring_what_their_step_carried_over(tmp_path):
+def test_kept_rollouts_bring_their_steps_pending_groups(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", *LONG, "train.max_steps=4", "checkpoint.keep_rollouts=true"]
     finished(run_job("train", config, *settings, ranks=2))

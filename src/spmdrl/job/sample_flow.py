@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
-from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.rounds import RoundRules
+from spmdrl.dataflow.samples.pending import PendingGroups, RoundRules
 from spmdrl.dataflow.samples.row_lives import Accounting
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.samples.samples import Samples
@@ -37,7 +36,7 @@ class SampleFlow:
             rollout.prompts_per_step, rollout.extra_prompts, rollout.partial_max_rounds,
             num_steps=config.train.max_steps, num_refills=checked.algorithm.max_refills,
         )  # fmt: skip
-        self.carried = CarriedGroups(rules, mesh)
+        self.pending = PendingGroups(rules, mesh)
         self.history = LengthHistory(is_main=world.is_main)
         self.account = RunAccount(rollout.num_generations, is_main=world.is_main)
         self._prompts = prompts
@@ -48,7 +47,7 @@ class SampleFlow:
     @property
     def most_rows(self) -> int:
         """Rows that a step generates at once, at most."""
-        return self.carried.rules.most_groups * self._group_size
+        return self.pending.rules.most_groups * self._group_size
 
     def open_dock(
         self, checked: CheckedRun, models: RoleModels, judges: GenerationMesh | None, stack: ExitStack
@@ -57,10 +56,10 @@ class SampleFlow:
 
         Raises ValueError where groups that take several steps are left and steps are to be refilled now.
         """
-        if self.carried.known and self.carried.rules.num_refills:
+        if self.pending.known and self.pending.rules.num_refills:
             raise ValueError(
-                f"algo.max_refills is {self.carried.rules.num_refills}, but an earlier part of the run, with "
-                f"rollout.partial_max_rounds above 1, left {len(self.carried.known)} prompts to go on with; set "
+                f"algo.max_refills is {self.pending.rules.num_refills}, but an earlier part of the run, with "
+                f"rollout.partial_max_rounds above 1, left {len(self.pending.known)} prompts to go on with; set "
                 "algo.max_refills to 0 until a checkpoint has none"
             )
         config, policy, device = checked.config, models[POLICY], self._world.device.torch_device
@@ -80,7 +79,7 @@ class SampleFlow:
     def open(self, step: int) -> Samples:
         """Open the batch of a step: groups that earlier steps began, if any, then new prompts, in order."""
         faultpoint("data")
-        groups = self.carried.of_step(step)
+        groups = self.pending.of_step(step)
         self.account.open(step, groups.serials)
         prompts = [self._prompts.at(serial) for serial in groups.serials]
         return self.dock.open_batch(step, prompts, self._group_size, groups.holders)

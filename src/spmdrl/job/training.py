@@ -53,7 +53,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         replica = build_policys_replica(checked, prepared.source, world)
     flow = SampleFlow(checked, prompts, replica.mesh, world)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
-    run.resume(saved_state(config.checkpoint, models, flow.carried, algorithm, flow.history, flow.account))
+    run.resume(saved_state(config.checkpoint, models, flow.pending, algorithm, flow.history, flow.account))
     keep_skipped_batches(models, run)
     share_limit(models, run)
 
@@ -67,13 +67,13 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     hooks: list[StageHook] = [report]
     scores = scoring_states(checked, models, switching, prepared)
     states: dict[WorkerState, Stage] = {
-        WorkerState.GENERATION: rollout.stage(checked, run, flow.carried, [*scores.values()], swaps=switching.swaps),
+        WorkerState.GENERATION: rollout.stage(checked, run, flow.pending, [*scores.values()], swaps=switching.swaps),
         WorkerState.REWARD: rollout.reward,
         **scores,
         **({WorkerState.JUDGE: judging} if judging else {}),
         **learning_states(checked, models, run, algorithm, report, hooks),
     }
-    attempts = rollout.attempts(checked, flow.carried)
+    attempts = rollout.attempts(checked, flow.pending)
     stages = Stages(checked.slots, states, logs.timeline, switching.note_memory, hooks=hooks, attempts=attempts)
     return Training(
         run=run,
@@ -83,7 +83,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         stages=stages,
         held_out=HeldOut(AnswerJudge(evaluator, switching, run) if evaluator else None, run, config.eval),
         replica=replica,
-        kept_rollouts=KeptRollouts(run, flow.carried),
+        kept_rollouts=KeptRollouts(run, flow.pending),
         report=report,
         prepared=prepared,
     )

@@ -94,6 +94,6 @@ def abandon_step(training: Training, reason: str) -> NoReturn:
     if training.replica.engine.num_unfinished:
         # Ranks may have agreed in the middle of generation, as they announced a portion.
         training.replica.engine.abort()
-    training.flow.carried.undo_step()
+    training.flow.pending.undo_step()
     training.switching.to_update(training.run.present_step)
     training.run.stop(reason)

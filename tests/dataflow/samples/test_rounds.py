@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spmdrl.dataflow.samples.balancing.balance import Taker, deal_groups
 from spmdrl.dataflow.samples.balancing.dealing import GroupLengths
-from spmdrl.dataflow.samples.rounds import (
-    CarriedGroup,
+from spmdrl.dataflow.samples.pending import (
+    PendingGroup,
     Quota,
     RoundRules,
     StepGroups,
@@ -52,9 +52,9 @@ def answer(rounds: list[int], number: int, rules: RoundRules, random: Random) ->
 
 @given(rules=RULES, num_takers=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_each_step_trains_as_many_groups_and_each_group_is_trained_once_within_its_rounds(rules, num_takers, seed):
-    random, carried, trained = Random(seed), [], []
+    random, pending, trained = Random(seed), [], []
     for step in range(1, rules.num_steps + 1):
-        groups = groups_of_step(carried, step, rules)
+        groups = groups_of_step(pending, step, rules)
         serials, rounds = groups.serials, groups.rounds
         assert serials == sorted(serials) and len(serials) <= rules.num_wanted + rules.num_extra
         shares = deal(groups, num_takers, step, [random.randrange(1, 99) for _ in serials] if step > 1 else None)
@@ -62,19 +62,19 @@ def test_each_step_trains_as_many_groups_and_each_group_is_trained_once_within_i
         assert sum(numbers) == rules.num_wanted
         left = []
         for taker, (own, number) in enumerate(zip(shares, numbers, strict=True)):
-            assert {groups.holders[group] for group in own if group < len(carried)} <= {taker}
+            assert {groups.holders[group] for group in own if group < len(pending)} <= {taker}
             now, later = answer([rounds[group] for group in own], number, rules, random)
             trained += [serials[own[place]] for place in now]
-            left += [CarriedGroup(serials[own[place]], rounds[own[place]], taker) for place in later]
+            left += [PendingGroup(serials[own[place]], rounds[own[place]], taker) for place in later]
         assert all(group.rounds < rules.max_rounds for group in left)
-        carried = sorted(left, key=lambda group: group.serial)
-    assert not carried and sorted(trained) == list(range(rules.num_steps * rules.num_wanted))
+        pending = sorted(left, key=lambda group: group.serial)
+    assert not pending and sorted(trained) == list(range(rules.num_steps * rules.num_wanted))
 
 
 @given(num_groups=st.integers(2, 40), num_takers=st.integers(1, 6), step=st.integers(1, 50))
 def test_new_groups_make_the_numbers_of_all_takers_equal(num_groups, num_takers, step):
-    carried = [CarriedGroup(serial, 1, serial % num_takers) for serial in range(num_groups // 3)]
-    shares = deal(StepGroups(tuple(carried), range(len(carried), num_groups)), num_takers, step)
+    pending = [PendingGroup(serial, 1, serial % num_takers) for serial in range(num_groups // 3)]
+    shares = deal(StepGroups(tuple(pending), range(len(pending), num_groups)), num_takers, step)
     assert sorted(group for own in shares for group in own) == list(range(num_groups))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -96,15 +96,15 @@ def test_what_is_left_over_is_shared_equally():
 def test_nothing_is_begun_that_the_run_could_not_train():
     rules = RoundRules(num_wanted=4, num_extra=2, max_rounds=3, num_steps=3)
     assert groups_of_step([], 1, rules).serials == [0, 1, 2, 3, 4, 5]
-    carried = [CarriedGroup(2, 1, 0), CarriedGroup(5, 1, 0)]
-    assert groups_of_step(carried, 2, rules).serials == [2, 5, 6, 7, 8, 9]
-    assert groups_of_step(carried, 3, rules).serials == [2, 5, 10, 11]
-    assert groups_of_step(carried, 3, RoundRules(4, 2, 3, num_steps=9)).serials == [2, 5, 10, 11, 12, 13]
+    pending = [PendingGroup(2, 1, 0), PendingGroup(5, 1, 0)]
+    assert groups_of_step(pending, 2, rules).serials == [2, 5, 6, 7, 8, 9]
+    assert groups_of_step(pending, 3, rules).serials == [2, 5, 10, 11]
+    assert groups_of_step(pending, 3, RoundRules(4, 2, 3, num_steps=9)).serials == [2, 5, 10, 11, 12, 13]
 
 
 def test_fewer_rounds_than_groups_have_behind_them_finish_all_at_once():
     rules = RoundRules(num_wanted=2)
-    groups = groups_of_step([CarriedGroup(1, 2, 0)], 2, rules)
+    groups = groups_of_step([PendingGroup(1, 2, 0)], 2, rules)
     assert (groups.serials, groups.rounds) == ([1, 3], [3, 1])
     assert quotas([groups.rounds], rules) == [2]
 

@@ -133,7 +133,7 @@ def test_a_repeated_response_is_scored_once_and_groups_wait_until_they_are_colle
         rewards.begin([ended(1, a="x", b="y")])
         rewards.begin([ended(2, a="1", b="2", c="3", d="4")])
         assert len(rewards.collect([2])[0].rewards) == GROUP_SIZE
-        # The next step passes on a carried group's ended responses again, then those that end in it.
+        # The next step passes on a pending group's ended responses again, then those that end in it.
         rewards.begin([ended(1, a="x", b="y")])
         rewards.begin([ended(1, a="x", c="z", d="w")])
         assert len(rewards.collect([1])[0].rewards) == GROUP_SIZE

@@ -176,7 +176,7 @@ class _GroupRewards:
 class StreamedRewards:
     """Submits each response for its reward once: as it ends, or as the last of its group does.
 
-    A group may be carried from step to step: repeated responses are ignored, and results are kept until `collect`.
+    A group may stay pending over steps: repeated responses are ignored, and results are kept until `collect`.
     """
 
     def __init__(self, pool: RewardPool, decode: DecodeTokens):

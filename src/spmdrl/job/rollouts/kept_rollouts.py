@@ -2,10 +2,10 @@
 
 What is kept of rollouts, and why; a batch's columns are written in one way (`samples/store/keeping.py`):
 
-    rollouts/ (checkpoint.keep_rollouts)   this file; the step that runs, until its checkpoint is written
-    carried/ in a checkpoint               `CarriedGroups`; groups that a later step goes on with (partial rollout)
-    debug.rollouts_to, rollouts_from       `replay.py`; every step, for a comparison with the same responses
-    generated.parts/                       `kept_answers.py`; answers of the verb generate, as text
+    rollouts/ (checkpoint.keep_rollouts)   this file; the step that runs, until its checkpoint is written pending/ in a
+    checkpoint               `PendingGroups`, which a later step continues (partial rollout) debug.rollouts_to,
+    rollouts_from       `replay.py`; every step, for a comparison with the same responses generated.parts/
+    `kept_answers.py`; answers of the verb generate, as text
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.samples.pending import PendingGroups
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
@@ -35,12 +35,12 @@ _OF_ATTEMPT = ("perf/", "reshard/")
 class KeptRollouts:
     """Keeps the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`).
 
-    Of the groups that the step deferred, they are what is carried over.
+    Of the groups that the step deferred, they are the pending responses.
     """
 
-    def __init__(self, run: Run, carried: CarriedGroups):
+    def __init__(self, run: Run, pending: PendingGroups):
         """`run` has resumed."""
-        self._checkpoints, self._logs, self._carried = run.checkpoints, run.logs, carried
+        self._checkpoints, self._logs, self._pending = run.checkpoints, run.logs, pending
         self._identity, self._start_step = run.identity, run.start_step
         self._is_on = run.checkpoints.store.config.keep_rollouts
         self._store = CheckpointStore(
@@ -83,7 +83,7 @@ class KeptRollouts:
             table = json.loads((folder / METRICS).read_bytes())
             self._recorded = {name: Stat(*stat) for name, stat in table.items()}
             samples.read_from(folder)
-            self._carried.read_from(folder)
+            self._pending.read_from(folder)
         except Exception as failure:
             # The files may hold anything.
             reason = f"{type(failure).__name__}: {failure}"
@@ -111,7 +111,7 @@ class KeptRollouts:
             return
 
         def write(folder: Path) -> list[Path]:
-            paths = [*samples.write_to(folder), *written_at_once(self._carried, folder)]
+            paths = [*samples.write_to(folder), *written_at_once(self._pending, folder)]
             if self._logs.world.is_main:
                 for name, content in ((IDENTITY, self._identity), (METRICS, table_of(recorded))):
                     (folder / name).write_text(json.dumps(content))

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.dataflow.samples.carried import CarriedGroups
+from spmdrl.dataflow.samples.pending import PendingGroups
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.reward import RewardStage
@@ -36,34 +36,34 @@ class Rollout:
     reward: RewardStage
 
     def stage(
-        self, checked: CheckedRun, run: Run, carried: CarriedGroups, scores: Sequence[ScoreStage], *, swaps: bool
+        self, checked: CheckedRun, run: Run, pending: PendingGroups, scores: Sequence[ScoreStage], *, swaps: bool
     ) -> Stage:
         """The generation state; with an environment, rows that have ended are scored in portions. Collective.
 
         `swaps` is set where the training state is away meanwhile.
         """
         config, generation = checked.config, self.generation
-        if generation.turns is not None and scores and not carried.rules.num_refills:
+        if generation.turns is not None and scores and not pending.rules.num_refills:
             portions = build_portions(
                 config.dock.portions, scores, generation.mesh, run.logs.timeline, run.console.note,
                 fuse=config.dock.fuse, swaps=swaps, timeout_seconds=run.world.timeout_seconds,
             )  # fmt: skip
             generation = replace(generation, portions=portions)
-        if carried.is_used:
+        if pending.is_used:
             lockstep = Lockstep(generation.mesh.expert, run.world.device.torch_device)
-            return PartialGenerationStage(**vars(generation), carried=carried, lockstep=lockstep)
+            return PartialGenerationStage(**vars(generation), pending=pending, lockstep=lockstep)
         if config.debug.rollouts_from or config.debug.rollouts_to:
             names = (config.debug.rollouts_from, config.debug.rollouts_to)
             source, target = (Path(name) if name else None for name in names)
             return RecordedGeneration(generation, source=source, target=target)
         return generation
 
-    def attempts(self, checked: CheckedRun, carried: CarriedGroups) -> Attempts | None:
+    def attempts(self, checked: CheckedRun, pending: PendingGroups) -> Attempts | None:
         """The loop of a step that begins more prompts in place of those that the algorithm leaves out, if it may."""
-        if not carried.rules.num_refills:
+        if not pending.rules.num_refills:
             return None
         settings, own = credit_settings_of(checked.config), self.generation
-        return Refill(carried, checked.algorithm, settings, own.mesh, own.recorder).attempts
+        return Refill(pending, checked.algorithm, settings, own.mesh, own.recorder).attempts
 
 
 def build_rollout(checked: CheckedRun, run: Run, prepared: Prepared, replica: Replica, stack: ExitStack) -> Rollout:

@@ -17,9 +17,8 @@ from tests.support.tuned import TunedRollout
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation
-from spmdrl.dataflow.samples.carried import CarriedGroups
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.rounds import RoundRules
+from spmdrl.dataflow.samples.pending import PendingGroups, RoundRules
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
@@ -80,7 +79,7 @@ class Run:
         device = world.device.torch_device
         self.mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
         self.engine = build_engine(world, config, self.mesh)
-        self.carried = CarriedGroups(rules, self.mesh)
+        self.pending = PendingGroups(rules, self.mesh)
         self.recorder = Recorder()
         scoring = RewardConfig(("tests.dataflow.stages.noted:checksum",), isolation="inline")
         self.reward = RewardStage(RewardPool(scoring), scoring, text_of, self.recorder)
@@ -91,9 +90,9 @@ class Run:
             engine=self.engine, mesh=self.mesh, sampling=sampling, seed=4, listeners=[self.reward],
             recorder=self.recorder,
         )  # fmt: skip
-        if self.carried.is_used:
+        if self.pending.is_used:
             lockstep = Lockstep(self.mesh.expert, device)
-            self.stage = PartialGenerationStage(**vars(self.stage), carried=self.carried, lockstep=lockstep)
+            self.stage = PartialGenerationStage(**vars(self.stage), pending=self.pending, lockstep=lockstep)
         self.columns = [*COLUMNS, *(["routed_experts"] if config.moe is not None else [])]
         needs = {
             WorkerState.GENERATION: {"prompt_ids"}, WorkerState.REWARD: {"response_ids"},
@@ -108,7 +107,7 @@ class Run:
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
             self.engine.version = step
-            groups = self.carried.of_step(step)
+            groups = self.pending.of_step(step)
             prompts = [prompt(serial) for serial in groups.serials]
             samples = self.dock.open_batch(step, prompts, GROUP_SIZE, groups.holders)
             self.stage(samples)
@@ -140,18 +139,18 @@ def generate(world: World, config, layout, rules, sampling) -> tuple[dict, dict,
 
 
 def generate_and_restart(world: World, folder: Path) -> tuple[dict, list]:
-    """Two steps, then a new run that takes up what they carried over."""
+    """Two steps, then a new run that takes up what they pending over."""
     sampled = (TINY, GenerationLayout(), PARTIAL, SAMPLED)
     first = Run(world, *sampled)
     first.steps(1, 2)
-    written_at_once(first.carried, folder)
+    written_at_once(first.pending, folder)
     first.dock.close()
     return first.rows, first.deferred
 
 
 def go_on(world: World, folder: Path) -> tuple[dict, list]:
     run = Run(world, TINY, GenerationLayout(), PARTIAL, SAMPLED)
-    run.carried.read_from(folder)
+    run.pending.read_from(folder)
     run.steps(3, NUM_STEPS)
     run.dock.close()
     return run.rows, run.deferred
@@ -195,7 +194,7 @@ def test_responses_over_several_steps_are_those_of_one_step(ranks, config, layou
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks_after", [2, 1])
-def test_what_was_carried_over_goes_on_after_a_restart(tmp_path, ranks_after):
+def test_pending_groups_go_on_after_a_restart(tmp_path, ranks_after):
     whole = run_ranks(2, generate, TINY, GenerationLayout(), PARTIAL, SAMPLED)
     before = run_ranks(2, generate_and_restart, tmp_path)
     after = run_ranks(ranks_after, go_on, tmp_path)

@@ -1,6 +1,6 @@
-"""Groups whose responses take several steps: what a replica doesn't finish for training, a later step goes on with.
+"""Partial rollout: a replica's unfinished groups become pending, and a later step continues them.
 
-begun --finish or last round--> trained in that step        begun --deferred--> carried --next step--> begun
+begun --finish or last round--> trained in that step        begun --deferred--> pending --next step--> begun
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import get_args
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.samples.carried import FINISH, CarriedGroups
-from spmdrl.dataflow.samples.rounds import CarriedGroup, Quota, StepGroups, quotas
+from spmdrl.dataflow.samples.pending import FINISH, PendingGroup, PendingGroups, Quota, StepGroups, quotas
 from spmdrl.dataflow.samples.row_lives import DEFERRED
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
@@ -28,7 +27,7 @@ from spmdrl.runtime.workers.verdict import Outcome
 
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 OUTCOME_REWARD, OUTCOME_VERDICT = "outcome_reward", "outcome_verdict"
-"""Dense columns of a carried group with rows that an environment judged."""
+"""Dense columns of a pending group with rows that an environment judged."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,18 @@ AnsweredGroup = tuple[OwnGroup, Sequence[Response]]
 
 @dataclass(kw_only=True)
 class PartialGenerationStage(GenerationStage):
-    """Works on more groups than its step trains: each replica stops when it has its quota, and carries the rest over.
+    """Works on more groups than its step trains: each replica stops at its quota, and the rest becomes pending.
 
     Collective: every rank calls it once per step.
     """
 
-    carried: CarriedGroups
+    pending: PendingGroups
     lockstep: Lockstep
     """joins the replicas that step together"""
 
     def __call__(self, samples: Samples) -> None:
-        rows, size, rules = samples.rows.deal_generation(), samples.group_size, self.carried.rules
-        groups = self.carried.of_step(samples.step)
+        rows, size, rules = samples.rows.deal_generation(), samples.group_size, self.pending.rules
+        groups = self.pending.of_step(samples.step)
         dealt = {rank: (share[::size] // size).tolist() for rank, share in samples.rows.shares[self.state].items()}
         own = [self._own_group(samples, groups, tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
         quota = self._quota(groups, dealt)
@@ -109,19 +108,19 @@ class PartialGenerationStage(GenerationStage):
                         samples.mark_dropped(group.rows, DEFERRED)
             self._put(samples, whole)
         self._commit(samples)
-        self._carry_over(samples, groups, dealt, left)
+        self._keep_pending(samples, groups, dealt, left)
 
     def _own_group(self, samples: Samples, groups: StepGroups, rows: tuple[int, ...]) -> OwnGroup:
         number = rows[0] // samples.group_size
         serial = groups.serials[number]
-        is_carried = number < len(groups.carried)
-        begun = unpacked(self.carried.responses(serial), rows) if is_carried else nothing_yet(rows)
-        seeds = seeds_of_group(self.seed, serial, self.carried.rules.num_wanted, samples.group_size)
+        is_pending = number < len(groups.pending)
+        begun = unpacked(self.pending.responses(serial), rows) if is_pending else nothing_yet(rows)
+        seeds = seeds_of_group(self.seed, serial, self.pending.rules.num_wanted, samples.group_size)
         return OwnGroup(serial, groups.rounds[number], samples.rows.prompts[number], seeds, begun)
 
     def _quota(self, groups: StepGroups, dealt: Mapping[int, Sequence[int]]) -> Quota:
         """How many of its groups this rank's replica is to finish; `dealt` are the groups of each rank."""
-        rules, place = self.carried.rules, list(dealt).index(self.mesh.tensor.ranks[0])
+        rules, place = self.pending.rules, list(dealt).index(self.mesh.tensor.ranks[0])
         rounds = [[groups.rounds[number] for number in numbers] for numbers in dealt.values()]
         num_last = sum(round_ >= rules.max_rounds for round_ in rounds[place])
         return Quota(quotas(rounds, rules)[place], num_last)
@@ -155,20 +154,20 @@ class PartialGenerationStage(GenerationStage):
         ]
         self._notify(ended)
 
-    def _carry_over(
+    def _keep_pending(
         self, samples: Samples, groups: StepGroups, dealt: Mapping[int, Sequence[int]], left: Mapping[int, Batch]
     ) -> None:
-        """Record, on every rank alike, which groups go on and where."""
-        size, rules = samples.group_size, self.carried.rules
+        """Record the pending groups and their ranks, on every rank."""
+        size, rules = samples.group_size, self.pending.rules
         trained = set((samples.rows.to_train[::size] // size).tolist())
         holders = {number: rank for rank, numbers in dealt.items() for number in numbers}
         assert len(trained) == rules.num_wanted, (len(trained), rules)
         going_on = [
-            CarriedGroup(serial, round_, holders[number])
+            PendingGroup(serial, round_, holders[number])
             for number, (serial, round_) in enumerate(zip(groups.serials, groups.rounds, strict=True))
             if number not in trained
         ]
-        self.carried.carry(going_on, left)
+        self.pending.replace(going_on, left)
 
 
 def seeds_of_group(seed: int, serial: int, num_wanted: int, size: int) -> tuple[int, ...]:
@@ -183,7 +182,7 @@ def nothing_yet(rows: Iterable[int]) -> tuple[Response, ...]:
 
 
 def packed(responses: Sequence[Response]) -> Batch:
-    """The responses of a group as they are carried over."""
+    """The responses of a pending group."""
     batch = token_columns([replace(response, row=member) for member, response in enumerate(responses)])
     finishes = [_FINISHES.index(response.finish) for response in responses]
     batch.put_dense(FINISH, torch.tensor(finishes, dtype=torch.int32))

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.samples.carried import CarriedGroups
-from spmdrl.dataflow.samples.rounds import refill_size
+from spmdrl.dataflow.samples.pending import PendingGroups, refill_size
 from spmdrl.dataflow.samples.row_lives import DEFERRED
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import rule_of
@@ -36,7 +35,7 @@ class Refill:
     them.
     """
 
-    carried: CarriedGroups
+    pending: PendingGroups
     algorithm: Credit
     settings: CreditSettings
     mesh: GenerationMesh
@@ -47,7 +46,7 @@ class Refill:
 
         The rows that the step doesn't train are dropped or deferred by then.
         """
-        rules, size, own = self.carried.rules, samples.group_size, list[int]()
+        rules, size, own = self.pending.rules, samples.group_size, list[int]()
         num_attempts, num_begun, groups = 0, 0, torch.empty(0)
         while len(groups) < rules.num_wanted and num_attempts <= rules.num_refills:
             num_attempts += 1
@@ -62,7 +61,7 @@ class Refill:
         if self.mesh.rank == 0:
             samples.mark_dropped(range(num_begun * size, samples.rows.num_rows), DEFERRED)
         samples.commit(WorkerState.GENERATION)
-        self.carried.num_passed += num_begun - rules.num_wanted
+        self.pending.num_passed += num_begun - rules.num_wanted
         self.recorder.alike("refill/attempts", num_attempts)
         self.recorder.alike("refill/prompts", num_begun)
         self.recorder.alike("refill/unfilled", max(0, rules.num_wanted - len(groups)))

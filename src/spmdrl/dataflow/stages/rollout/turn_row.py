@@ -36,7 +36,7 @@ class TurnRow:
         assert given.turns is not None, f"row {request.rows[member]} has tokens, but not their turns"
         last = max(given.turns)
         row = cls(request, member, prompt, given, last, given.turns.index(last))
-        # What was carried over has had its step, be it one that answered nothing.
+        # The environment has already seen a pending row's last turn, even if it answered nothing.
         if not given.turns[-1] or _is_over(given.token_ids[row.start :], request, decode):
             row.begin_turn()
         return row
