@@ -202,5 +202,5 @@ def _aliases_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Alias]]:
 
 _DATA = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_bytes())
 ALIASES: Mapping[str, Alias] = dict(alias for row in _DATA["aliases"] for alias in _aliases_of(row))
-WISHED: Mapping[str, str] = {name: answer for names, answer in _DATA["advice"] for name in names.split()}
+ADVICE: Mapping[str, str] = {name: answer for names, answer in _DATA["advice"] for name in names.split()}
 """names that have no key here, with what to do instead"""

@@ -50,8 +50,9 @@ def origins(tree: dict[str, Given]) -> dict[str, str]:
     return {".".join(parts): given.origin for parts, given in leaves(Given(tree, "", ""))}
 
 
-def convert(root: Any, tree: dict[str, Given], wished: Mapping[str, str]) -> Conversion:
-    """Convert a complete tree to a `root`; changes the tree. `wished` has advice for `key=value` that a key refuses.
+def convert(root: Any, tree: dict[str, Given], advice_by_name: Mapping[str, str]) -> Conversion:
+    """Convert a complete tree to a `root`; changes the tree. `advice_by_name` has advice for `key=value` that a key
+    refuses.
 
     Unknown keys, which hide other faults, are removed. Numbers and booleans become text where text is expected, so that
     a run may be named 12 or no; only an empty value is null.
@@ -88,7 +89,7 @@ def convert(root: Any, tree: dict[str, Given], wished: Mapping[str, str]) -> Con
         elif written is None:
             found.missing.append((fault.key, fault.kind))
         else:
-            advice = wished.get(f"{fault.key}={written.text.lower()}")
+            advice = advice_by_name.get(f"{fault.key}={written.text.lower()}")
             found.problems.append(f"{written.origin}: {message_of(root, fault, written, advice)}")
     return found
 

@@ -131,13 +131,13 @@ class KnownNames:
 
     keys: Sequence[str]
     spellings: Mapping[str, Alias]
-    wished: Mapping[str, str]
+    advice_by_name: Mapping[str, str]
 
     def advice(self, key: str) -> str:
         """Return advice for an unknown key."""
-        wish = self.wish(key)
-        if wish is not None:
-            return wish
+        advice = self.known_advice(key)
+        if advice is not None:
+            return advice
         near = self.near(key)
         if near:
             return f"did you mean {' or '.join(near)}?"
@@ -161,14 +161,14 @@ class KnownNames:
         known = next((start for start in starts if start in self.keys), None)
         return known == key or known is not None and not any(name.startswith(f"{known}.") for name in self.keys)
 
-    def wish(self, key: str) -> str | None:
+    def known_advice(self, key: str) -> str | None:
         """Return the advice for a name without a key, unless another section has such a key."""
         *sections, last = key.split(".")
-        if key in self.wished:
-            return self.wished[key]
+        if key in self.advice_by_name:
+            return self.advice_by_name[key]
         if self._named(last) or self._ends_of(key):
             return None
-        return next((self.wished[name] for name in (last, *sections) if name in self.wished), None)
+        return next((self.advice_by_name[name] for name in (last, *sections) if name in self.advice_by_name), None)
 
     def near(self, key: str) -> list[str]:
         """Return the likely meanings of a misspelt key: the same name in another section first, then similar ones."""
@@ -197,9 +197,9 @@ class KnownNames:
     def leaves_to_show(self, key: str, given: Given) -> Iterator[tuple[str, Given]]:
         """Yield an unknown section as one entry if one piece of advice covers it, else its entries."""
         inside = list(leaves(given)) if isinstance(given.value, dict) else []
-        meant, answered = self.near(key), any(parts[-1] in self.wished for parts, _ in inside)
+        meant, answered = self.near(key), any(parts[-1] in self.advice_by_name for parts, _ in inside)
         if (
-            (self.wish(key) and not answered)
+            (self.known_advice(key) and not answered)
             or not inside
             or any(f"{meant[0]}.{parts[0]}" in self.keys for parts, _ in inside if meant)
         ):

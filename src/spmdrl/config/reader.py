@@ -46,21 +46,21 @@ def read_config(
     files: Sequence[Path],
     overrides: Sequence[str],
     aliases: Mapping[str, Alias],
-    wished: Mapping[str, str] | None = None,
+    advice_by_name: Mapping[str, str] | None = None,
     verb: str | None = None,
     choose_root: Callable[[dict[str, Given]], type[T]] | None = None,
 ) -> LoadedConfig[T]:
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
-    An alias counts as written, and one without a dot also inside the section of its canonical key. `wished` has advice
-    for names that aren't keys, and for `key=value` that a key refuses. With a `verb`, aliases are its own, and keys
-    that it doesn't read are refused. `choose_root` derives a type with more keys from the written tree. Raises
+    An alias counts as written, and one without a dot also inside the section of its canonical key. `advice_by_name` has
+    advice for names that aren't keys, and for `key=value` that a key refuses. With a `verb`, aliases are its own, and
+    keys that it doesn't read are refused. `choose_root` derives a type with more keys from the written tree. Raises
     ConfigError with all faults of all sources.
     """
     problems: list[str] = []
     keys = schema_keys(root_type)
     names = KnownNames(
-        keys, spellings_of(aliases) | (aliases_of_verb(aliases, verb, keys) if verb else {}), wished or {}
+        keys, spellings_of(aliases) | (aliases_of_verb(aliases, verb, keys) if verb else {}), advice_by_name or {}
     )
     trees = [read_file(path, problems) for path in files]
     sources = [list(leaves(given)) for given in trees if given is not None]
@@ -83,7 +83,7 @@ def read_config(
     if verb:
         problems += _refused_keys(verb, unread, latest.values(), keys)
     complete(tree, root_type)
-    conversion = convert(root_type, tree, names.wished)
+    conversion = convert(root_type, tree, names.advice_by_name)
     problems += conversion.problems
     problems += [
         f"{given.origin}: unknown key {shortened(key)} (= {show(given)}); {names.advice(key)}"

@@ -114,9 +114,9 @@ def override_leaves(
             key = key.replace("-", "_")
         if _awaits_value(override):
             if not (rest and _is_value(rest[0])):
-                wish = names.wish(key)
+                advice = names.known_advice(key)
                 missing = f"--{key} has no value; write --{key} VALUE or {key}=VALUE"
-                fault = f"there is no --{key}; {wish}" if wish else missing
+                fault = f"there is no --{key}; {advice}" if advice else missing
                 problems.append(f"{COMMAND_LINE}: {shortened(fault)}")
                 continue
             equals, text = "=", rest.popleft()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.cli.command_line import VERBS
-from spmdrl.config.aliases import ALIASES, WISHED
+from spmdrl.config.aliases import ADVICE, ALIASES
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_names import KnownNames, spellings_of
 from spmdrl.config.key_schema import schema_keys
@@ -25,10 +25,10 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_wished_name_is_answered_and_is_no_key() -> None:
+def test_a_name_with_advice_is_answered_and_is_no_key() -> None:
     keys, spellings = list(schema_keys(Config)), spellings_of(ALIASES)
-    names = KnownNames(keys, spellings, WISHED)
-    for name, answer in WISHED.items():
+    names = KnownNames(keys, spellings, ADVICE)
+    for name, answer in ADVICE.items():
         assert name not in spellings and name not in keys
         assert "\n" not in answer
         if "=" in name:
@@ -40,7 +40,7 @@ def test_a_wished_name_is_answered_and_is_no_key() -> None:
 def test_every_key_that_advice_names_exists() -> None:
     keys = set(schema_keys(Config))
     sections = {key for key in keys if "." not in key}
-    for answer in WISHED.values():
+    for answer in ADVICE.values():
         named = re.findall(r"\b[a-z_]+\.[a-z_.]*[a-z_]\b", answer.replace("run.yaml", ""))
         unknown = {name for name in named if name.partition(".")[0] in sections} - keys
         assert not unknown, answer
