@@ -71,7 +71,7 @@ activity = Activity()
 """that of this process"""
 
 
-def some(names: list[str], most: int = 8) -> str:
+def first_few(names: list[str], most: int = 8) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

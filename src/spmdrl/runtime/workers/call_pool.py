@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from spmdrl.runtime.supervision.activity import activity, some
+from spmdrl.runtime.supervision.activity import activity, first_few
 from spmdrl.runtime.supervision.stop_request import stop_reason
 from spmdrl.runtime.workers.call_queue import Call, CallQueue
 from spmdrl.runtime.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
@@ -166,7 +166,7 @@ class CallPool(Generic[A]):
 
     def _describe(self, keys: Sequence[Hashable]) -> str:
         waiting = [str(key) for key in keys if key in self._waiting]
-        return f"waits for {len(waiting)} {self._setup.section} calls: {some(waiting)}"
+        return f"waits for {len(waiting)} {self._setup.section} calls: {first_few(waiting)}"
 
     def _under_way(self) -> list[Subject]:
         """Return the subjects of the calls that workers compute now."""

@@ -14,7 +14,7 @@ from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.engines.generation.protocol import AnsweringEngine, Request, Response
 from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.runtime.supervision.activity import activity, some
+from spmdrl.runtime.supervision.activity import activity, first_few
 from spmdrl.runtime.supervision.stop_request import stop_reason
 
 # Of the engine, where several ranks compute with it.
@@ -104,7 +104,7 @@ def run_requests(
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
     open_rows = set(request_of)
-    activity.rows = lambda: f"rows {some(sorted(map(str, open_rows.copy()), key=int))} not ended"
+    activity.rows = lambda: f"rows {first_few(sorted(map(str, open_rows.copy()), key=int))} not ended"
     while engine.has_work and not (is_enough is not None and is_enough()):
         ended = engine.step()
         activity.advance("engine steps")

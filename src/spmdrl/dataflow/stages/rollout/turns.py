@@ -30,7 +30,7 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
-from spmdrl.runtime.supervision.activity import activity, some
+from spmdrl.runtime.supervision.activity import activity, first_few
 from spmdrl.runtime.workers.call_pool import Unanswered
 from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
@@ -176,7 +176,7 @@ class RolloutTurns:
 def _open_rows(rows: Mapping[int, TurnRow], waiting: Mapping[int, int]) -> str:
     """Names the rows that an environment answers now, with the turns that they are in; for another thread."""
     named = [f"{row} (turn {rows[row].turn})" for row in list(waiting)]
-    return f"the environment answers rows {some(named)}" if named else f"{len(rows)} rows"
+    return f"the environment answers rows {first_few(named)}" if named else f"{len(rows)} rows"
 
 
 def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]:
