@@ -23,7 +23,7 @@ from spmdrl.job.evaluator import write_records
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.jsonl import JsonlWriter, read_jsonl
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 from spmdrl.observability.summary import keep_room, read_summary, write_summary
 
 FUZZ = int(os.environ.get("SPMDRL_FUZZ", "300"))
@@ -125,9 +125,9 @@ def test_files_that_are_replaced_whole_stay_as_they_were(tmp_path, capfd):
         write_summary(disk, verdict="running")
         write_records(disk / "eval.jsonl", [{"row": 1}])
         fill(disk, 0)
-        with going_on_without("summary.json"):
+        with best_effort("summary.json"):
             write_summary(disk, verdict="done", text="x" * 3 * PAGE)
-        with going_on_without("eval.jsonl"):
+        with best_effort("eval.jsonl"):
             write_records(disk / "eval.jsonl", [{"row": row} for row in range(3 * PAGE)])
         assert read_summary(disk)["verdict"] == "running"
         assert list(read_jsonl(disk / "eval.jsonl")) == [{"row": 1}]

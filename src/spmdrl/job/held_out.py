@@ -15,7 +15,7 @@ from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_rec
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.objectives import PairObjective
 from spmdrl.job.run.run import Run
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 from spmdrl.observability.statistics import Estimate, interval_of, wilson
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
 from spmdrl.resources.device import to_host
@@ -88,7 +88,7 @@ class HeldOut:
                     logs.recorder.mean(f"eval/{name}{ending}", value)
         logs.console.note(f"held-out after step {step}: {found.text}")
         if logs.world.is_main:
-            with going_on_without(f"the evaluation after step {step}"):
+            with best_effort(f"the evaluation after step {step}"):
                 write_summary(logs.folder, **found.summary)
                 if found.records:
                     write_records(logs.folder / "eval" / f"step_{step:06d}.jsonl", found.records)

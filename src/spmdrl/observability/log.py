@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from spmdrl.nouns.settings.log_config import BACKENDS, LogConfig
 from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl
-from spmdrl.observability.outage import count_refused, going_on_without, warn
+from spmdrl.observability.outage import best_effort, count_refused, warn
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.trackers import TensorBoardBackend, TrackedRun, WandbBackend
 
@@ -78,7 +78,7 @@ class MetricsLog:
 
     def close(self) -> None:
         for name, backend in self._backends.items():
-            with going_on_without(f"the end of {name}'s log", (Exception,)):
+            with best_effort(f"the end of {name}'s log", (Exception,)):
                 backend.close()
 
 

@@ -30,7 +30,7 @@ def take_num_refused() -> int:
 
 
 @contextlib.contextmanager
-def going_on_without(what: str, failures: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+def best_effort(what: str, failures: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
     """Turn failures of the disk in this block into a warning that `what` could not be written."""
     try:
         yield

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.jsonl import JsonlWriter, objects_of, read_jsonl, to_json, truncate_jsonl
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 
 PART_BYTES = 1 << 20
 
@@ -34,7 +34,7 @@ class PartedWriter:
         step = record["step"]
         # Buffered lines belong in the open file.
         if step > self._last_step and self._writer.num_waiting == 0:
-            with going_on_without("a closed part of the timeline"):
+            with best_effort("a closed part of the timeline"):
                 if self._path.stat().st_size > self._part_bytes:
                     self._close_part()
         self._last_step = max(step, self._last_step)

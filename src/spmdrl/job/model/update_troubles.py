@@ -22,7 +22,7 @@ from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.jsonl import to_json, write_atomic
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 
 FOLDER = "skipped"
 # The first ones show what is wrong; a run that goes on so must not fill the disk.
@@ -60,7 +60,7 @@ class SkippedBatches:
         if trainer.mesh.model.rank == 0:
             record = {"step": step, "model": name, "rows": len(rows), "not_finite": broken}
             record |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
-            with going_on_without(f"the batch in {folder}", WRITE_FAILURES):
+            with best_effort(f"the batch in {folder}", WRITE_FAILURES):
                 _write(folder / f"rank_{run.world.rank:05d}", record, columns)
         what = "; ".join(f"{column} of row {found[0]} isn't finite" for column, found in broken.items())
         run.console.note(f"step {step}: the rows of the skipped update are in {folder}" + (f": {what}" if what else ""))
@@ -128,7 +128,7 @@ def _lower_for_next(path: Path, limit: MicrobatchLimit, first: int) -> str:
 
 
 def _write_limit(path: Path, first: int, num_halvings: int) -> None:
-    with going_on_without(str(path)):
+    with best_effort(str(path)):
         write_atomic(path, json.dumps({"tokens": first, "halvings": num_halvings}) + "\n")
 
 

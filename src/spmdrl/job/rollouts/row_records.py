@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.observability.jsonl import JsonlWriter, objects_of
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 from spmdrl.resources.mesh import UpdateMesh
 from spmdrl.resources.world import World
 
@@ -113,7 +113,7 @@ class RowRecords:
     def _begin_file(self) -> None:
         """Put the file aside, in place of the one before it."""
         self._writer.close()
-        with going_on_without("the older digests of rows"):
+        with best_effort("the older digests of rows"):
             os.replace(self._path, self._path.with_suffix(".older.jsonl"))
         self._writer = JsonlWriter(self._path)
 

@@ -20,7 +20,7 @@ from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
 from spmdrl.observability.jsonl import JsonlWriter
 from spmdrl.observability.log import CHECKPOINTS_FILE
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 from spmdrl.observability.terminal.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, broadcast_bytes, gather_bytes
 
@@ -155,7 +155,7 @@ class Checkpoints:
     def _tidy(self, step: int, best: tuple[BestStep, ...]) -> None:
         """Now that a checkpoint is there, point the link at the best one; then others may go. On the main rank."""
         if best and best[0].step == step:
-            with going_on_without(f"the link {LINK}"):
+            with best_effort(f"the link {LINK}"):
                 point_to(best[0], self.store.root)
         self.store.forget_old(step, kept=[one.step for one in best])
 

@@ -20,7 +20,7 @@ from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
 from spmdrl.observability.log import METRICS_FILE, read_metrics
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import (
@@ -63,7 +63,7 @@ def write_start(folder: Path, world: World, num_parameters: int, *, prompts_are_
 
 def write_early_end(folder: Path, verdict: str, error: str) -> None:
     """Write what ended a run before its last step."""
-    with going_on_without("the summary and report"):
+    with best_effort("the summary and report"):
         write_summary(folder, verdict=verdict, error=error)
         write_report(folder)
 
@@ -96,7 +96,7 @@ def outcome_of(end: End, record: RunRecord, folder: Path, checkpoints: Checkpoin
 def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, *, phase: str) -> None:
     """Write and print how a run ended; fields of an earlier part of a resumed run stay."""
     known = {name: value for name, value in fields.items() if value is not None}
-    with going_on_without("the summary and report"):
+    with best_effort("the summary and report"):
         # An error is that of an earlier part, which this one got over.
         write_summary(folder, **{"error": None} | known)
         write_report(folder)

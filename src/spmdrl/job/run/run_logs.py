@@ -10,7 +10,7 @@ from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import HealthWatch, counts_so_far
 from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog
 from spmdrl.observability.metrics import Recorder, Stat, Table, encode, merge, table_of, totals_of
-from spmdrl.observability.outage import going_on_without, take_num_refused
+from spmdrl.observability.outage import best_effort, take_num_refused
 from spmdrl.observability.slow_ranks import SlowRanks, ratios
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.terminal.console import Console
@@ -122,7 +122,7 @@ class RunLogs:
     def add_to_summary(self, what: str, **fields: object) -> None:
         """Put fields into summary.json from the main rank; where the disk refuses, warn that `what` is missing."""
         if self.world.is_main:
-            with going_on_without(what):
+            with best_effort(what):
                 write_summary(self.folder, **fields)
 
     def close(self) -> None:

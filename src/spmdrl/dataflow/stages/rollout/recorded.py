@@ -14,7 +14,7 @@ from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.generation.replay import ReplayEngine, record_rollouts, rollout_file
 from spmdrl.engines.training.checkpoints.checkpoint import WRITE_FAILURES
 from spmdrl.nouns.batch import WorkerState
-from spmdrl.observability.outage import going_on_without
+from spmdrl.observability.outage import best_effort
 
 
 class RecordedGeneration:
@@ -49,7 +49,7 @@ class RecordedGeneration:
         self._generation(samples)
         if self._target is not None:
             path = rollout_file(self._target, samples.step, self._generation.mesh.rank)
-            with going_on_without(f"the rollouts of step {samples.step}", WRITE_FAILURES):
+            with best_effort(f"the rollouts of step {samples.step}", WRITE_FAILURES):
                 record_rollouts(path, self._responses, self._prompts)
 
     def ended(self, ended: Sequence[EndedResponses]) -> None:
