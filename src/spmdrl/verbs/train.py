@@ -71,7 +71,7 @@ def loop(training: Training) -> None:
     training.held_out.before()
     for step in run.remaining_steps():
         samples = training.flow.open(step)
-        if not training.kept_rollouts.take_up(samples):
+        if not training.kept_rollouts.restore(samples):
             switching.to_generation(step)
             stages.run(Phase.GENERATION, samples)
             switching.start_return(step)

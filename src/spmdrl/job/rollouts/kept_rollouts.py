@@ -51,7 +51,7 @@ class KeptRollouts:
         """of the rows that were taken up"""
         self._store.remove_leftovers()
 
-    def take_up(self, samples: Samples) -> bool:
+    def restore(self, samples: Samples) -> bool:
         """Fill the batch with the rows that an interrupted run kept of this step, if it did. Collective.
 
         Damaged ones are generated anew. Raises ConfigError where their digests are right but their content isn't: by
