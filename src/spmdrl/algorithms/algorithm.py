@@ -100,10 +100,6 @@ class Algorithm(ABC):
         """True if a row of advantage 0 has no gradient, so that an update may leave it out."""
         return not self.config.kl_in_loss and self.config.entropy_coef == 0
 
-    def token_kl(self, logprobs_R: Tensor, ref_logprobs_R: Tensor) -> Tensor:
-        """Return the estimate of KL(policy || reference) at each response token [R]."""
-        return kl_estimate(logprobs_R, ref_logprobs_R, self.config.kl_estimator)
-
     def select(self, inputs: CreditInputs) -> Mapping[str, Tensor]:
         """Return the rows to leave out of the update [B] (bool), by reason; here those without a reward.
 
@@ -138,7 +134,8 @@ class Algorithm(ABC):
 
     def generated_kl(self, inputs: CreditInputs) -> Tensor:
         """Return the KL estimate at each response token [R], under the policy that generated it."""
-        return self.token_kl(inputs.columns.values("rollout_logprobs"), inputs.columns.values("ref_logprobs"))
+        values = inputs.columns.values
+        return kl_estimate(values("rollout_logprobs"), values("ref_logprobs"), self.config.kl_estimator)
 
     def loss(self, terms: TokenTerms) -> TokenLoss:
         """Return the policy loss per token, weighted by `rollout_is`, with the KL term where the loss has one."""
@@ -155,27 +152,17 @@ class Algorithm(ABC):
             metrics |= correction.metrics
             bounded_R = bounded_R | is_beyond_bound(off_policy_R)
         if self.config.off_policy_bound is not None:
-            kept_R = self._near_policy(terms, self.config.off_policy_bound)
+            kept_R = _near_policy(terms, self.config.off_policy_bound)
             loss_R, metrics["off_policy/masked_share"] = weighted(loss_R, kept_R), 1 - kept_R
         if self.config.kl_in_loss:
-            kl_R = self.token_kl(terms.logprobs_R, columns["ref_logprobs"])
-            loss_R = loss_R + self.config.kl_coef * self._kl_loss(terms, old_logprobs_R)
-            metrics["kl"] = kl_R
-            bounded_R = bounded_R | is_beyond_bound(columns["ref_logprobs"] - terms.logprobs_R)
+            logprobs_R, reference_R, estimator = terms.logprobs_R, columns["ref_logprobs"], self.config.kl_estimator
+            kl_R = kl_loss(logprobs_R, reference_R, old_logprobs_R, estimator, self.config.kl_gradient)
+            loss_R = loss_R + self.config.kl_coef * kl_R
+            metrics["kl"] = kl_estimate(logprobs_R, reference_R, estimator)
+            bounded_R = bounded_R | is_beyond_bound(reference_R - logprobs_R)
         if self.config.entropy_coef != 0:
             loss_R = loss_R - self.config.entropy_coef * terms.entropy_R
         return TokenLoss(loss_R, metrics | {BOUNDED: bounded_R.float()})
-
-    def _near_policy(self, terms: TokenTerms, bound: float) -> Tensor:
-        """1.0 at tokens of rows that `off_policy_bound` keeps, else 0.0 [R]."""
-        drift_R = terms.columns["rollout_logprobs"] - terms.logprobs_R.detach()
-        far_R = sequence_mean(drift_R, terms.row_of_token_R, terms.num_rows) > bound
-        return 1 - (far_R & (terms.columns["advantages"] < 0)).to(drift_R)
-
-    def _kl_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> Tensor:
-        config = self.config
-        reference_R = terms.columns["ref_logprobs"]
-        return kl_loss(terms.logprobs_R, reference_R, old_logprobs_R, config.kl_estimator, config.kl_gradient)
 
     @abstractmethod
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
@@ -184,3 +171,10 @@ class Algorithm(ABC):
     def token_weights(self, lengths_B: Tensor, scope: LossScope) -> Tensor:
         """Return response tokens' weights [R] (float64), with which the sum over all ranks is the loss."""
         return token_weights(lengths_B, self.config.loss_agg, scope)
+
+
+def _near_policy(terms: TokenTerms, bound: float) -> Tensor:
+    """Return 1.0 at tokens of rows that `off_policy_bound` keeps, else 0.0 [R]."""
+    drift_R = terms.columns["rollout_logprobs"] - terms.logprobs_R.detach()
+    far_R = sequence_mean(drift_R, terms.row_of_token_R, terms.num_rows) > bound
+    return 1 - (far_R & (terms.columns["advantages"] < 0)).to(drift_R)

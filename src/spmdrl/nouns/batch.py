@@ -92,11 +92,13 @@ class Batch:
     # Plain dicts: a look-up in a TensorDict takes as long as copying some thousand values.
     __slots__ = ("_columns", "_offsets", "rows")
 
-    def __init__(self, rows: Tensor):
-        """No columns yet; `rows` are int64 [B]."""
+    def __init__(
+        self, rows: Tensor, columns: dict[str, Tensor] | None = None, offsets: dict[str, Tensor] | None = None
+    ):
+        """Take over columns that fit the rows (int64 [B]), ragged ones with offsets."""
         self.rows = rows
-        self._columns: dict[str, Tensor] = {}
-        self._offsets: dict[str, Tensor] = {}
+        self._columns = {} if columns is None else columns
+        self._offsets = {} if offsets is None else offsets
 
     @classmethod
     def over(cls, data: TensorDict) -> Batch:
@@ -107,10 +109,8 @@ class Batch:
         columns: dict[str, Any] = {str(name): leaf for name, leaf in data.items()}
         if missing := sorted({_ROWS, _OFFSETS} - columns.keys()):
             raise ValueError(f"a batch's TensorDict has no {missing}; its keys: {sorted(columns)}")
-        batch = cls(columns.pop(_ROWS))
-        batch._offsets = {str(name): leaf for name, leaf in columns.pop(_OFFSETS).items()}
-        batch._columns = columns
-        return batch
+        offsets = {str(name): leaf for name, leaf in columns.pop(_OFFSETS).items()}
+        return cls(columns.pop(_ROWS), columns, offsets)
 
     @property
     def data(self) -> TensorDict:
@@ -123,13 +123,6 @@ class Batch:
     @classmethod
     def of_rows(cls, rows: Iterable[int]) -> Batch:
         return cls(torch.tensor(list(rows), dtype=torch.int64))
-
-    @classmethod
-    def of_packed(cls, rows: Tensor, columns: dict[str, Tensor], offsets: dict[str, Tensor]) -> Batch:
-        """Return a batch of columns that fit its rows, ragged ones with offsets. Takes over the dicts."""
-        batch = cls(rows)
-        batch._columns, batch._offsets = columns, offsets
-        return batch
 
     def __len__(self) -> int:
         return self.rows.numel()
@@ -174,15 +167,17 @@ class Batch:
         `to_host` copies tensors to the host, and is called once; host tensors are kept as they are.
         """
         # By identity: columns with the same row lengths share their offsets, and go on sharing them.
-        moved = {id(leaf): leaf for leaf in self._leaves() if leaf.requires_grad or not leaf.is_cpu}
+        leaves = [self.rows, *self._offsets.values(), *self._columns.values()]
+        moved = {id(leaf): leaf for leaf in leaves if leaf.requires_grad or not leaf.is_cpu}
         if not moved:
             return self
         copies = to_host([leaf.detach() for leaf in moved.values()])
         host = dict(zip(moved, copies, strict=True))
-        out = Batch(host.get(id(self.rows), self.rows))
-        out._columns = {name: host.get(id(leaf), leaf) for name, leaf in self._columns.items()}
-        out._offsets = {name: host.get(id(leaf), leaf) for name, leaf in self._offsets.items()}
-        return out
+        columns, offsets = (
+            {name: host.get(id(leaf), leaf) for name, leaf in leaves_of.items()}
+            for leaves_of in (self._columns, self._offsets)
+        )
+        return Batch(host.get(id(self.rows), self.rows), columns, offsets)
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
@@ -225,10 +220,7 @@ class Batch:
 
     def num_bytes(self) -> int:
         """Count the bytes of all columns' tensors with offsets, without row numbers."""
-        return sum(leaf.nbytes for leaf in self._leaves()) - self.rows.nbytes
-
-    def _leaves(self) -> list[Tensor]:
-        return [self.rows, *self._offsets.values(), *self._columns.values()]
+        return sum(leaf.nbytes for leaf in (*self._offsets.values(), *self._columns.values()))
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:

@@ -53,7 +53,7 @@ class VllmEngine:
         self._logit_bias = dict.fromkeys(ids_without_token, -math.inf) if bars else None
         self._logprobs_mode = logprobs_mode(rollout, bars_ids=bars)
         self._rows: dict[int, Row] = {}
-        self._weights_awake = self._cache_awake = False
+        self._weights_awake = self._cache_awake = True
         # Set before the import, here as vllm is an extra: no process beside this one, no usage report, a quiet screen.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -67,7 +67,7 @@ class VllmEngine:
             self._llm = vllm.LLM(**(self._arguments(model_folder, rollout) | rollout.engine_kwargs))
         _detach(self._llm)
         self._packs_experts = self._on_cpu and _reload_leaves_experts(self._llm)
-        self._discard()
+        self.sleep()
 
     @property
     def num_unfinished(self) -> int:
@@ -159,8 +159,12 @@ class VllmEngine:
 
     def sleep(self) -> None:
         self._require_idle()
-        if self._weights_awake:
-            self._discard()
+        if not self._weights_awake:
+            return
+        if not self._on_cpu:
+            # Level 2: the next step's weights replace these, so nothing is kept on the host.
+            self._llm.sleep(level=2)
+        self._weights_awake = self._cache_awake = False
 
     def memory_bytes(self) -> dict[str, int]:
         """What this rank's weights and KV cache take by their sizes; on CPU always, as vLLM can't sleep there."""
@@ -179,12 +183,6 @@ class VllmEngine:
     def _cache_bytes(self) -> int:
         cache = self._llm.llm_engine.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size * self._position_bytes
-
-    def _discard(self) -> None:
-        """Drop weights and cache: the next step's weights replace them, so nothing is kept on the host (level 2)."""
-        if not self._on_cpu:
-            self._llm.sleep(level=2)
-        self._weights_awake = self._cache_awake = False
 
     def _arguments(self, model_folder: Path, rollout: RolloutConfig) -> dict[str, Any]:
         """What vLLM is built with, beside the user's own arguments."""

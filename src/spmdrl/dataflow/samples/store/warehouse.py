@@ -103,7 +103,7 @@ class Warehouse:
         if volume is not None:
             for link, num_bytes in gathered.num_bytes.items():
                 volume.count_get(link, num_bytes)
-        return Batch.of_packed(torch.from_numpy(index.copy()), gathered.columns, gathered.offsets)
+        return Batch(torch.from_numpy(index.copy()), gathered.columns, gathered.offsets)
 
     def clear(self) -> None:
         """Forget all rows; memory beyond this batch's needs returns to the system."""
