@@ -1,1 +1,1 @@
-"""Environments answer a model between its turns; their steps run where they can be killed."""
+"""Environments reply to a model between its turns; their steps run in processes that can be killed."""

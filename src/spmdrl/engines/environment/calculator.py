@@ -1,7 +1,7 @@
 """A calculator that completes a model's annotations, `<<48/2=` with `24>>` (Cobbe et al. 2021, arXiv:2110.14168, 4.1).
 
-Set `rollout.stop` to `["="]`, so that an annotation's equals sign ends the turn. Other equals signs are answered with
-nothing, and a turn without one at its end ends the row.
+Set `rollout.stop` to `["="]`, so that an annotation's equals sign ends the turn. Other equals signs get an empty
+observation, and a turn without one at its end ends the row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 from spmdrl.engines.environment.episode import End, Episode, Observation
 
 UNKNOWN = "?>>"
-"""what the model reads where it wrote no arithmetic"""
+"""observation for text that isn't arithmetic"""
 _MAX_CHARACTERS = 200
 _MAX_EXPONENT = 64
 _MAX_DECIMALS = 6
@@ -31,7 +31,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 class Calculator:
-    """Answers the expression after the last `<<` of a turn that ends with `=`."""
+    """Evaluates the expression after the last `<<` of a turn that ends with `=`."""
 
     def step(self, episode: Episode) -> Observation | End:
         if not episode.response.endswith("="):
@@ -46,9 +46,9 @@ class Calculator:
 
 
 def value_of(expression: str) -> Fraction:
-    """The exact value of an expression of decimal numbers, + - * / ** and parentheses.
+    """Return the exact value of an expression of decimal numbers, + - * / ** and parentheses.
 
-    Raises ValueError for anything else and for powers that would take long, ZeroDivisionError where it divides by 0.
+    Raises ValueError for anything else and for powers that take too long, ZeroDivisionError for division by 0.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ValueError(f"the expression has {len(expression)} characters, but may have {_MAX_CHARACTERS}")
@@ -60,7 +60,7 @@ def value_of(expression: str) -> Fraction:
 
 
 def written(value: Fraction) -> str:
-    """A whole number, or a decimal one, rounded to six places where it has more."""
+    """Write a whole number, or a decimal one rounded to six places."""
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.{_MAX_DECIMALS}f}".rstrip("0").rstrip(".")

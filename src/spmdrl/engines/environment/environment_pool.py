@@ -1,4 +1,4 @@
-"""Steps of an environment while other work goes on: submitted, taken in processes that can be killed, and collected."""
+"""Asynchronous environment steps: submitted, run in processes that can be killed, and collected."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from spmdrl.runtime.workers.verdict import Verdict
 
 
 class EnvironmentPool:
-    """Takes steps asynchronously: `submit` returns at once, `collect` waits.
+    """Runs steps asynchronously: `submit` returns at once, `collect` waits.
 
-    The constructor builds the environment, in a child unless inline, and raises ValueError where it can't be built.
+    The constructor builds the environment, in a child unless inline, and raises ValueError if it can't be built.
     `close` leaves no process behind.
     """
 
@@ -60,11 +60,11 @@ class EnvironmentPool:
         self.close()
 
     def submit(self, key: Hashable, episode: Episode, subject: Subject | None = None) -> None:
-        """Ask for the step after a turn under a key of the caller's; `subject` is the row's prompt."""
+        """Request the step after a turn under a key of the caller's; `subject` is the row's prompt."""
         self._calls.submit([Call(key, asdict(episode), subject=subject)])
 
     def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
-        """The `time.perf_counter` at which the last of these results came; None if some haven't in so many seconds."""
+        """Return the `time.perf_counter` of the last of these results; None if some are missing after `seconds`."""
         return self._calls.wait(keys, seconds)
 
     def collect(self, keys: Sequence[Hashable]) -> list[StepResult]:
@@ -77,7 +77,7 @@ class EnvironmentPool:
 
 
 class _Steps:
-    """The answers of an environment's calls."""
+    """Converts messages of an environment's workers to step results."""
 
     def read(self, answer: Any, call: PendingCall) -> StepResult | None:
         return read_step(answer)

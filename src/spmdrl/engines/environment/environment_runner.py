@@ -1,4 +1,4 @@
-"""What a worker process runs of an environment: it builds it, and takes step after step."""
+"""A worker process's side of an environment: builds it and runs step after step."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from spmdrl.runtime.workers.worker import no_terminal
 
 KEY = "environment.function"
 MAX_CHARACTERS = 1 << 20
-"""of an observation"""
+"""limit of an observation"""
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of one step; `verdict` is None where the step succeeded."""
+    """Outcome of one step; `verdict` is None if it succeeded."""
 
     observation: Observation | None = None
-    """what the model reads; None where the row has ended"""
+    """text that the model reads; None if the row has ended"""
     reward: float | None = None
     verdict: Verdict | None = None
     error: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StepResult:
-        """From what `asdict` made of it, through JSON. Raises KeyError, TypeError or ValueError for anything else."""
+        """Build from JSON of `asdict`'s result. Raises KeyError, TypeError or ValueError for anything else."""
         verdict = None if fields["verdict"] is None else Verdict(fields["verdict"])
         observation = None if fields["observation"] is None else Observation(**fields["observation"])
         return cls(observation, fields["reward"], verdict, fields["error"])
 
 
 def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
-    """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError where it can't be built.
+    """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError if it can't be built.
 
-    After `alarm_seconds` of building, not of importing, this process gets a SIGALRM.
+    After `alarm_seconds` of building, not counting imports, this process gets a SIGALRM.
     """
     kind = BUILT_IN[spec] if spec in BUILT_IN else load_attribute(spec, KEY, BUILT_IN, kind="class")
     try:
@@ -60,7 +60,7 @@ def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
 
 
 def load(specs: Sequence[str], settings: Mapping[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], None]:
-    """Build the environment in the time of `settings`, for what answers a step's message. Raises ValueError."""
+    """Build the environment within the time of `settings`, and return its message handler. Raises ValueError."""
 
     def is_late(*_: object) -> NoReturn:
         raise TimeoutError(f"it takes longer than environment.timeout_seconds = {settings['timeout_seconds']:g}")
@@ -79,7 +79,7 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> tuple[Callable[[d
 
 
 def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
-    """One step of the environment, its outcome checked; what it raises becomes the verdict `CRASHED`."""
+    """Run one step of the environment and check its outcome; an exception becomes the verdict `CRASHED`."""
     turns = tuple(Turn(**turn) for turn in message["turns"])
     try:
         outcome = environment.step(Episode(**{**message, "turns": turns}))
@@ -94,7 +94,7 @@ def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
             return StepResult()
         if is_reward(outcome.reward):
             return StepResult(reward=float(outcome.reward))
-    # Of a huge text alone, reprlib reads no more than it shows.
+    # reprlib copies a huge text only if it is alone.
     shown = f"Observation({reprlib.repr(outcome.text)})" if isinstance(outcome, Observation) else reprlib.repr(outcome)
     problem = (
         f"step gave {shown}, but must give Observation(text, before, after) of at most {MAX_CHARACTERS} "
@@ -104,7 +104,7 @@ def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
 
 
 def is_reward(value: Any) -> bool:
-    """Whether a value is a number that can be a row's reward."""
+    """Return True if a value is a number that can be a row's reward."""
     try:
         return isinstance(value, numbers.Real) and abs(float(value)) <= MAX_MAGNITUDE
     except OverflowError:
@@ -112,7 +112,7 @@ def is_reward(value: Any) -> bool:
 
 
 def is_observation(value: Any) -> bool:
-    """Whether a value is an observation whose texts a tokenizer takes, in a time that a rank can wait."""
+    """Return True if a value is an observation whose texts a tokenizer takes in acceptable time."""
     if not isinstance(value, Observation):
         return False
     texts = (value.before, value.text, value.after)
@@ -122,7 +122,7 @@ def is_observation(value: Any) -> bool:
 
 
 def read_step(answer: Any) -> StepResult | None:
-    """The result in a worker's message; None where it isn't what `take_step` gives: something else wrote it."""
+    """Return the result in a worker's message; None if something other than `take_step` wrote it."""
     try:
         result = StepResult.of(answer)
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What an environment is given when a model's turn has ended, and what it gives back."""
+"""The input and output of an environment's step after a model's turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn that the model took, and what the environment answered."""
+    """One turn of the model, and the environment's reply."""
 
     response: str
     observation: str
@@ -17,44 +17,44 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """A row so far. All that a step may depend on is here, so that any process can serve any row at any time."""
+    """A row so far. A step may depend on nothing else, so that any process can serve any row at any time."""
 
     prompt: Any
     """the prompt as the data has it, a text or a list of messages"""
     columns: Mapping[str, Any]
     """the row's columns of the data, the answer as `answer`"""
     seed: int
-    """of this row's random numbers: the same whenever the row is generated again"""
+    """seed of this row's random numbers: the same whenever the row is generated again"""
     turns: tuple[Turn, ...]
-    """those before this one"""
+    """earlier turns"""
     response: str
-    """what the model wrote in the turn that just ended, with the stop string that ended it, if one did"""
+    """text of the turn that just ended, with its stop string, if any"""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The row goes on: the model reads these texts, which may be empty, and takes another turn."""
+    """Continues the row: the model reads these texts, which may be empty, and takes another turn."""
 
     text: str
-    """read as plain letters: special tokens, and others that the chat template writes, are none in it"""
+    """read as plain text: no special tokens nor others that the chat template writes are recognised"""
     before: str = ""
-    """what stands before it, such as the template's end of one turn and beginning of the next, whose tokens are read
-    as such; nothing that others wrote belongs here"""
+    """text before it, such as the template's end of one turn and start of the next, in which special tokens are
+    recognised; must not hold text by others"""
     after: str = ""
-    """what stands behind it, read likewise"""
+    """text after it, read likewise"""
 
 
 @dataclass(frozen=True)
 class End:
-    """The row is finished."""
+    """Finishes the row."""
 
     reward: float | None = None
     """the row's reward; None leaves it to `reward.functions`"""
 
 
 class Environment(Protocol):
-    """Built once in each process, and kept: what it remembers of a row may be in another process by the next step."""
+    """Environment, built once per process: a row's next step may run in another process, so keep no state of rows."""
 
     def step(self, episode: Episode) -> Observation | End:
-        """Answer a turn that a stop token or a stop string ended."""
+        """Reply to a turn that a stop token or a stop string ended."""
         ...

@@ -1,1 +1,1 @@
-"""Generation engines behind one protocol: requests in, finished responses out as they finish."""
+"""Generation engines behind one protocol: requests in, responses out as they finish."""

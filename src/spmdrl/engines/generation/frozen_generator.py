@@ -1,4 +1,4 @@
-"""A generation engine whose weights never change: they lie on the host, and on the device only while it answers."""
+"""A generation engine with constant weights, which are on the device only while it generates, else on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FrozenGenerator:
         self, engine: GenerationEngine, weights: Mapping[str, Tensor], device: Device, ledger: MemoryLedger,
         owner: Owner,
     ):  # fmt: skip
-        """`weights` are those of the engine by name, on the host in its dtypes; the ledger has them under `owner`."""
+        """`weights` are the engine's by name, on the host in its dtypes; the ledger accounts for them under `owner`."""
         self._engine = engine
         self._weights = weights
         self._device = device
@@ -29,7 +29,7 @@ class FrozenGenerator:
 
     @contextmanager
     def awake(self) -> Iterator[GenerationEngine]:
-        """The engine, awake inside this block; the policy's must be asleep, since the ledger has one KV cache."""
+        """Wake the engine inside this block; the policy's must be asleep, since the ledger has one KV cache."""
         if self._device.is_cpu:
             self._engine.borrow_weights(self._weights)
         else:
@@ -38,7 +38,7 @@ class FrozenGenerator:
         self._engine.wake_cache()
         self._account()
         yield self._engine
-        # Weights are packed, and a CPU's cache grows, as rows are answered.
+        # Packing weights, and a CPU's growing cache, change its memory while it generates.
         self._account()
         self._engine.sleep()
         self._account()

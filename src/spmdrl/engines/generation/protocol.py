@@ -3,7 +3,7 @@
     asleep --wake_weights--> weights to be filled --wake_cache--> awake --sleep--> asleep
 
 An engine starts asleep. Awake, it takes groups of rows by `submit`, and each `step` returns the rows that ended in it.
-Where several ranks are one engine, all of them call it alike, with the same requests, and get the same responses.
+Ranks that form one engine make the same calls with the same requests, and get the same responses.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _SPARE_TOKENS = 8
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """What a row has already, so that its answer continues where it was aborted; empty for a row that starts."""
+    """A row's tokens so far, from which generation continues after an abort; empty for a new row."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the tokens, as in `Response`."""
+    """Log-probs of the tokens, as in `Response`."""
     versions: tuple[int, ...]
-    """The policy version that each token was drawn with."""
+    """Policy version that drew each token."""
     choices: Tensor | None = field(default=None, compare=False)
-    """As in `Response`; where the engine records them and these are None, it records those of its own weights."""
+    """As in `Response`; if None, an engine that records choices computes them with its own weights."""
     turns: tuple[int, ...] | None = None
-    """As in `Response`; engines answer single turns, and get none."""
+    """As in `Response`; engines generate single turns, and get none."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -53,7 +53,7 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the rows (one per sample) that answer it: a group, whose prompt is computed once."""
+    """One prompt and its rows (one per sample): a group, whose prompt is computed once."""
 
     rows: tuple[int, ...]
     prompt_ids: tuple[int, ...]
@@ -61,12 +61,12 @@ class Request:
     """One 63-bit integer per row: with the position it fixes the row's random numbers."""
     sampling: SamplingParams
     partial: tuple[PartialResponse, ...] | None = None
-    """What each row has already. It counts towards max_tokens and comes back as the head of the response; with the
-    same seeds and weights, the row goes on as if it had never stopped."""
+    """Tokens that each row already has. They count towards max_tokens and come back as the head of the response; with
+    the same seeds and weights, the row continues as if it had never stopped."""
 
     @property
     def given(self) -> tuple[PartialResponse, ...]:
-        """What each row has already, nothing included."""
+        """Partial response of each row, perhaps empty."""
         return self.partial or (PartialResponse((), (), ()),) * len(self.rows)
 
     def __post_init__(self) -> None:
@@ -82,32 +82,32 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """The answer of one row."""
+    """Generated response of one row."""
 
     row: int
     token_ids: tuple[int, ...]
-    """The stop token included."""
+    """Generated tokens, including the stop token."""
     logprobs: tuple[float, ...]
-    """Of the tokens, under the distribution scaled by the temperature (1 where it is 0) and not filtered."""
+    """Log-probs of the tokens, under the distribution scaled by the temperature (1 for 0) and not filtered."""
     finish: Finish
     versions: tuple[int, ...]
-    """The policy version that each token was drawn with."""
+    """Policy version that drew each token."""
     choices: Tensor | None = field(default=None, compare=False)
-    """int16, flat: of each token fed (the prompt's and all of `token_ids` but the last), its experts in each sparse
-    layer; None where they aren't recorded."""
+    """int16, flat: for each fed token (the prompt's and all of `token_ids` but the last), its experts in each sparse
+    layer; None if not recorded."""
     turns: tuple[int, ...] | None = None
-    """The turn in which the model wrote each token, from 1, or 0 where an environment did; None: all in one turn."""
+    """Turn of each token, from 1, or 0 for an environment's; None: all in one turn."""
     outcome: Outcome | None = None
-    """What the environment made of the row; None leaves it to the reward functions."""
+    """Outcome from the environment; None leaves it to the reward functions."""
 
     @property
     def num_own_tokens(self) -> int:
-        """Tokens that the model wrote."""
+        """Number of tokens that the model wrote."""
         return len(self.token_ids) if self.turns is None else sum(turn > 0 for turn in self.turns)
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """The tokens that the model wrote after the last ones of an environment."""
+        """Tokens that the model wrote after the last ones of an environment."""
         if self.turns is None:
             return self.token_ids
         last = max(self.turns, default=0)
@@ -115,7 +115,7 @@ class Response:
 
 
 def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str], decode: Decode) -> bool:
-    """Whether the text of the tokens contains one of the strings, given that it didn't before the last token.
+    """Return True if the text of the tokens contains one of the strings; it didn't before the last token.
 
     `decode` must keep special tokens, which may be stop strings.
     """
@@ -126,7 +126,7 @@ def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str],
         text = decode(window[start:])
         if any(string in text for string in stop_strings):
             return True
-        # A window that begins amid a character: some decoders then lose all characters that are written as bytes.
+        # The window begins within a character: some decoders then lose all characters that are written as bytes.
         if len(window) == len(token_ids) or not text.startswith("\ufffd"):
             break
     return False
@@ -135,7 +135,7 @@ def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str],
 def all_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they come. Raises ValueError for one that isn't the model's, and at the end for one not given."""
+    """Yield the weights as they come. Raises ValueError for an unknown weight, and at the end for a missing one."""
     missing = set(shapes)
     for name, weight in weights:
         if tuple(weight.shape) != shapes.get(name):
@@ -143,11 +143,11 @@ def all_weights(
         missing.discard(name)
         yield name, weight
     if missing:
-        raise ValueError(f"{len(missing)} of {len(shapes)} weights weren't given, such as {min(missing)}")
+        raise ValueError(f"{len(missing)} of {len(shapes)} weights are missing, such as {min(missing)}")
 
 
 class AnsweringEngine(Protocol):
-    """The part of an engine that answers requests, whether with weights or from a record."""
+    """The part of an engine that serves requests, from weights or from a record."""
 
     version: int
     """Policy version of the weights held; the resharding flow sets it."""
@@ -159,65 +159,65 @@ class AnsweringEngine(Protocol):
     def step(self) -> list[Response]:
         """Run one engine iteration and return the rows that finished in it.
 
-        Where it raises, `abort` is what can be called next: it returns all tokens up to the failed step.
+        After an exception, call `abort`, which returns all tokens up to the failed step.
         """
         ...
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` must be called again: rows are unfinished here, or on ranks that this engine computes with."""
+        """True if `step` must be called again: rows are unfinished here, or on ranks that this engine computes with."""
         ...
 
     def abort(self) -> list[Response]:
-        """Return everything unfinished with its tokens so far, and forget it."""
+        """Forget all unfinished rows; returns them with their tokens so far."""
         ...
 
 
 class GenerationEngine(AnsweringEngine, Protocol):
-    """An engine in this process that gives its memory back when it sleeps; used asleep, it raises RuntimeError."""
+    """An engine in this process that frees its memory when it sleeps; used asleep, it raises RuntimeError."""
 
     wants_iterator: ClassVar[bool]
-    """True: it takes new weights by `load_weights`; False: by filling what `wake_weights` returns."""
+    """True: takes new weights by `load_weights`; False: by filling the result of `wake_weights`."""
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs, float32, of each row's tokens but the first, at temperature 1, computed anew with these weights.
+        """Return log-probs, float32, of each row's tokens but the first, at temperature 1, with the current weights.
 
-        Rows have at least 2 tokens, and fewer than the model has positions. Nothing may be unfinished.
+        Rows have at least 2 tokens, and fewer than the model has positions. No row may be unfinished.
         """
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Rows submitted and not yet returned."""
+        """Number of rows submitted and not yet returned."""
         ...
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each whole weight that it holds all or part of, by the decoder's name."""
+        """Whole shape of each weight that it holds all or part of, by the decoder's name."""
         ...
 
     def weight_slices(self) -> dict[str, WeightSlice]:
-        """Which box of each of them it holds on this rank."""
+        """Return this rank's box of each weight."""
         ...
 
     def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Allocate these weights, or all, uninitialised, and return all slices by name; empty if `wants_iterator`.
 
-        Those that weren't named and are still asleep have no storage.
+        Unnamed weights that are still asleep have no storage.
         """
         ...
 
     def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Read these slices where they lie, until it sleeps, instead of taking memory; not if `wants_iterator`."""
+        """Read these slices in place until it sleeps, instead of allocating; not if `wants_iterator`."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole weights one after another; none is kept by reference."""
+        """Copy whole weights one after another; none is kept by reference."""
         ...
 
     def keep_weights(self, names: Iterable[str]) -> None:
-        """Keep these slices, which are filled and stay as they are, from now on while asleep; not if `wants_iterator`.
+        """Keep these slices, which are filled and final, from now on while asleep; not if `wants_iterator`.
 
-        Waking names none of them any more.
+        Waking then leaves them alone.
         """
         ...
 
@@ -230,9 +230,9 @@ class GenerationEngine(AnsweringEngine, Protocol):
         ...
 
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
-        """What this rank's KV cache takes where so many rows of so many tokens are answered, asleep or awake."""
+        """Return the bytes of this rank's KV cache for this many rows of this many tokens, asleep or awake."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes on the device now: `generation_weights`, `kv_cache` and, where there are any, `decode_graphs`."""
+        """Return bytes on the device now: `generation_weights`, `kv_cache` and, if there are any, `decode_graphs`."""
         ...

@@ -1,7 +1,7 @@
-"""Rollouts written to disk, and an engine that answers from them instead of generating.
+"""Rollouts written to disk, and an engine that replays them instead of generating.
 
-It fixes a policy's responses, so that the update can be compared across numbers of ranks or versions of the code. A
-step has one safetensors file, or several parts of it: ranks that each write what they generated need not gather it.
+Fixes a policy's responses, so that the update can be compared across numbers of ranks or versions of the code. A step
+has one safetensors file, or several parts of it: ranks that each write their own rows need no gather.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
 def rollout_file(folder: Path, step: int, part: int = 0) -> Path:
-    """Where part `part` (such as a rank's) of the rollouts of a step is recorded."""
+    """Return the path of part `part` (such as a rank's) of a step's recorded rollouts."""
     return folder / f"step_{step:06d}.part_{part:05d}.safetensors"
 
 
 def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[int, Sequence[int]]) -> None:
-    """Write responses as packed columns, each with the prompt of its row; the file appears whole or not at all."""
+    """Write responses as packed columns, each with its row's prompt; the file appears whole or not at all."""
     columns = {
         "rows": torch.tensor([response.row for response in responses], dtype=torch.int64),
         "finish": torch.tensor([_FINISHES.index(response.finish) for response in responses], dtype=torch.uint8),
@@ -52,7 +52,7 @@ def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[
 
 
 def read_rollouts(path: Path) -> dict[int, tuple[tuple[int, ...], Response]]:
-    """The prompt and the response of each row in a recorded file."""
+    """Return the prompt and the response of each row in a recorded file."""
     columns = load_file(path)
     token_ids, logprobs, versions = (
         _unpacked(columns[name], columns["offsets"]) for name in ("token_ids", "logprobs", "versions")
@@ -74,7 +74,7 @@ def read_rollouts(path: Path) -> dict[int, tuple[tuple[int, ...], Response]]:
 
 
 def packed_outcomes(responses: Sequence[Response]) -> tuple[Tensor, Tensor]:
-    """Reward and verdict of each row that an environment judged: NaN where it has none, -1 where nothing judged it."""
+    """Return reward and verdict of each row that an environment judged: NaN without a reward, -1 without a verdict."""
     outcomes = [response.outcome for response in responses]
     rewards = [float("nan") if one is None or one.reward is None else one.reward for one in outcomes]
     verdicts = [-1 if one is None else int(one.verdict) for one in outcomes]
@@ -82,7 +82,7 @@ def packed_outcomes(responses: Sequence[Response]) -> tuple[Tensor, Tensor]:
 
 
 def unpacked_outcomes(rewards: Tensor, verdicts: Tensor) -> list[Outcome | None]:
-    """What `packed_outcomes` was given, without the errors' texts."""
+    """Return the input of `packed_outcomes`, without the errors' texts."""
     return [
         None if verdict < 0 else Outcome(reward if Verdict(verdict).has_reward else None, Verdict(verdict))
         for reward, verdict in zip(rewards.tolist(), verdicts.tolist(), strict=True)
@@ -90,13 +90,13 @@ def unpacked_outcomes(rewards: Tensor, verdicts: Tensor) -> list[Outcome | None]
 
 
 class ReplayEngine:
-    """Answers the requests of a step with what was recorded for their rows; an `AnsweringEngine`.
+    """Serves a step's requests from the record of their rows; an `AnsweringEngine`.
 
     Call `begin_step` before the requests of each step.
     """
 
     def __init__(self, folder: Path, *, has_turns: bool = False):
-        """`has_turns`: whether the run has an environment."""
+        """`has_turns`: True if the run has an environment."""
         self.version = 0
         self._has_turns = has_turns
         self._folder = folder
@@ -105,7 +105,7 @@ class ReplayEngine:
         self._step: int | None = None
 
     def begin_step(self, step: int) -> None:
-        """Read the rollouts of a step; FileNotFoundError where none were recorded."""
+        """Read the rollouts of a step; raises FileNotFoundError if none were recorded."""
         parts = sorted(self._folder.glob(f"step_{step:06d}.part_*.safetensors"))
         if not parts:
             raise FileNotFoundError(f"{self._folder} has no rollouts of step {step}; record it, or end the run sooner")

@@ -1,7 +1,7 @@
-"""Settings and patches that vLLM's CPU build needs; nothing here imports vllm.
+"""Settings and patches for vLLM's CPU build; nothing here imports vllm.
 
-Its kernels read some weights in a packed form. `reload_weights` packs those of linear layers anew, but neither a head
-that shares the embedding's weights nor experts: without `pack_again` an engine answers with stale or garbled weights.
+Its kernels read some weights in a packed form. `reload_weights` repacks linear layers, but neither a head that shares
+the embedding's weights nor experts: without `pack_again` an engine uses stale or garbled weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_CACHE_BYTES = 1 << 30
 
 
 def check_sizes(config: DecoderConfig, tensor: int, head_sizes: list[int]) -> None:
-    """Raise ValueError for what the kernels can't compute, or can't take new weights for."""
+    """Raise ValueError for sizes that the kernels can't compute, or can't reload weights for."""
     if config.latent is None and config.head_size not in head_sizes:
         raise ValueError(
             f"the model's head size is {config.head_size}, but vLLM's attention on CPU has {head_sizes} only; set "
@@ -36,20 +36,20 @@ def check_sizes(config: DecoderConfig, tensor: int, head_sizes: list[int]) -> No
 
 
 def default_cache_bytes(config: DecoderConfig, position_bytes: int, max_running_rows: int) -> int:
-    """KV cache for as many whole rows as run at once, within 1 GiB; for one whole row at least."""
+    """Return a KV cache for as many whole rows as run at once, within 1 GiB; for one whole row at least."""
     row_blocks = -(-config.max_positions // _CACHE_BLOCK_TOKENS)
     row_bytes = row_blocks * _CACHE_BLOCK_TOKENS * position_bytes
     return max(row_bytes, min(max_running_rows * row_bytes, _MOST_CACHE_BYTES))
 
 
 def first_expert_weights(model: nn.Module) -> Tensor | None:
-    """A copy of one layer's expert weights as the kernel reads them; None in a dense model."""
+    """Return a copy of one layer's expert weights as the kernel reads them; None in a dense model."""
     layer = next(_layers_of_experts(model), None)
     return None if layer is None else layer.w13_weight.detach().clone()
 
 
 def pack_again(model: nn.Module, *, experts: bool) -> None:
-    """Pack what `reload_weights` left: the head always, which is harmless where it isn't tied; `experts` on request.
+    """Repack weights after `reload_weights`: the head always, harmless if it isn't tied; `experts` on request.
 
     Packed experts must not be packed twice.
     """

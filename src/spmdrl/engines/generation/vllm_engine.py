@@ -1,7 +1,7 @@
 """vLLM as a generation engine, inside this process: the one file that imports vllm.
 
-Every rank runs an engine under the job's own launcher (`external_launcher`) and in the process group that is there.
-Ranks of a tensor group schedule the same requests alike; other ranks are independent.
+Every rank runs an engine under the job's own launcher (`external_launcher`) and in the existing process group. Ranks of
+a tensor group schedule the same requests identically; other ranks are independent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VllmEngine:
     ):  # fmt: skip
         """Load the model of `model_folder`, cut over `tensor` consecutive ranks, then sleep. Collective over the world.
 
-        Stop strings need `decode`. Raises ValueError for what vLLM can't compute here.
+        Stop strings need `decode`. Raises ValueError for models or settings that vLLM can't run here.
         """
         self.version = 0
         self._config = read_config(model_folder)
@@ -48,7 +48,7 @@ class VllmEngine:
         self._position_bytes = _position_bytes(self._config, tensor, dtype)
         self._decode_text = decode
         self._on_cpu = device.type == "cpu"
-        # Unlike a list of the ids that are allowed, it is short; a run that speculates can't have it.
+        # Shorter than a list of allowed ids; speculative decoding can't use it.
         bars = bool(ids_without_token) and "speculative_config" not in rollout.engine_kwargs
         self._logit_bias = dict.fromkeys(ids_without_token, -math.inf) if bars else None
         self._logprobs_mode = logprobs_mode(rollout, bars_ids=bars)
@@ -115,7 +115,7 @@ class VllmEngine:
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         self._require_awake()
         self._require_idle()
-        # vLLM rates prompts beside generating, unscaled in any mode, and takes nothing of them from its prefix cache.
+        # vLLM scores prompts beside generating, unscaled in any mode, and without its prefix cache.
         sampling = self._vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [self._vllm.TokensPrompt(prompt_token_ids=list(row)) for row in rows]
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
@@ -167,7 +167,7 @@ class VllmEngine:
         self._weights_awake = self._cache_awake = False
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this rank's weights and KV cache take by their sizes; on CPU always, as vLLM can't sleep there."""
+        """Bytes of this rank's weights and KV cache by their sizes; on CPU always, as vLLM can't sleep there."""
         num_weights = sum(math.prod(shape) for shape in self.weight_shapes().values())
         weight_bytes = num_weights // self._tensor * self._dtype.itemsize
         return {
@@ -176,7 +176,7 @@ class VllmEngine:
         }
 
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
-        """Its size was fixed when vLLM started."""
+        """Return the fixed size, set when vLLM started."""
         return self._cache_bytes
 
     @property
@@ -185,7 +185,7 @@ class VllmEngine:
         return (cache.num_gpu_blocks or 0) * cache.block_size * self._position_bytes
 
     def _arguments(self, model_folder: Path, rollout: RolloutConfig) -> dict[str, Any]:
-        """What vLLM is built with, beside the user's own arguments."""
+        """Return vLLM's constructor arguments, except the user's own."""
         arguments: dict[str, Any] = {
             "model": str(model_folder),
             "dtype": str(self._dtype).removeprefix("torch."),
@@ -220,7 +220,7 @@ class VllmEngine:
             raise RuntimeError(f"{len(self._rows)} rows are unfinished; step until they end, or abort them first")
 
     def _sampling(self, row: Row) -> Any:
-        """What vLLM takes; its random numbers start anew with each request, so a row that goes on gets another seed."""
+        """Return vLLM's parameters; random numbers restart with each request, so a continued row gets another seed."""
         sampling, num_given = row.request.sampling, len(row.token_ids)
         return self._vllm.SamplingParams(
             temperature=sampling.temperature,
@@ -240,7 +240,7 @@ class VllmEngine:
 
 @contextlib.contextmanager
 def _launch_variables() -> Iterator[None]:
-    """The launcher's variables for vLLM, which needs two also in a job without a launcher, and rewrites others."""
+    """Set the launcher's variables: vLLM needs two also in a job without a launcher, and rewrites others."""
     launch = read_launch_environment(os.environ)
     kept = {name: os.environ.get(name) for name in TORCHRUN_VARIABLES}
     os.environ.update({"RANK": str(launch.rank), "LOCAL_RANK": str(launch.device_index)})
@@ -254,7 +254,7 @@ def _launch_variables() -> Iterator[None]:
 
 
 def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -> int:
-    """Bytes of one token in the KV cache of one of so many ranks."""
+    """Return the bytes of one token in one rank's KV cache, divided over this many ranks."""
     if config.latent is not None:
         # Every rank caches the vector that all heads share.
         size = config.latent.key_value_rank + config.latent.rotary_size
@@ -264,7 +264,7 @@ def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -
 
 
 def _reload_leaves_experts(llm: Any) -> bool:
-    """True if a reload doesn't pack experts: then those of the model's own files differ from before it."""
+    """Return True if a reload doesn't repack experts: then a reload of the model's own files changes them."""
     [before] = llm.apply_model(vllm_cpu.first_expert_weights)
     if before is None:
         return False
@@ -274,15 +274,15 @@ def _reload_leaves_experts(llm: Any) -> bool:
 
 
 def _detach(llm: Any) -> None:
-    """Undo what would outlive the engine, or what would end the job's own with it."""
+    """Undo patches that would outlive the engine or break the job's own process group."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    # Its shared memory has a name, so a job that is killed would leave it behind; here nothing is sent through it.
+    # Its shared memory has a name, so a killed job would leave it behind; here it isn't used.
     get_tp_group().mq_broadcaster = None
-    # A dropped engine would take the job's process group with it; versions without this leave the group alone.
+    # A dropped engine would destroy the job's process group, too; versions without this leave the group alone.
     if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
         finalizer.detach()
-    # vLLM exempts from collection all that there is, so a dropped engine would stay in memory.
+    # vLLM exempts all existing objects from collection, so a dropped engine would stay in memory.
     gc.unfreeze()
 
 
@@ -291,22 +291,22 @@ def _prepare_cpu(config: DecoderConfig, num_ranks: int) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     vllm_cpu.check_sizes(config, num_ranks, CPUAttentionBackend.get_supported_head_sizes())
-    # Ranks that name their group differently talk through torch.distributed. The other way is shared memory of a
-    # fixed name, which two jobs on a host would mix up, and which a job leaves behind.
+    # Ranks that name their group differently use torch.distributed. The alternative is shared memory of a fixed name,
+    # which two jobs on a host would confuse, and which a job leaves behind.
     parallel_state._group_name_counter["tp"] = read_launch_environment(os.environ).rank
 
 
 def _note(row: Row, completion: Any, version: int, *, exact: bool) -> None:
-    """Take over the tokens of one output, which holds those of its step only."""
+    """Append one output's tokens, which are its step's only."""
     for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
         row.token_ids.append(token)
-        # Better no number than one of another distribution.
+        # No number is better than one of another distribution.
         row.logprobs.append(candidates[token].logprob if exact else math.nan)
         row.versions.append(version)
 
 
 def _is_stopped(row: Row, decode: Decode | None) -> bool:
-    """True if the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
+    """Return True if the newest token completes a stop string, which vLLM, without a tokenizer, can't see."""
     strings = row.request.sampling.stop_strings
     return bool(strings) and decode is not None and completes_stop_string(row.token_ids, strings, decode)
 
@@ -316,10 +316,10 @@ _FILTERED, _UNSCALED = "processed_logprobs", "raw_logprobs"
 
 
 def logprobs_mode(rollout: RolloutConfig, *, bars_ids: bool = False) -> str:
-    """vLLM's mode in which training rollouts get log-probs scaled by the temperature but not filtered.
+    """Return vLLM's mode in which training rollouts get log-probs scaled by the temperature but not filtered.
 
-    Where ids are barred, it is the one that counts them in, if the temperature admits it: their share is tiny.
-    Raises ValueError for filters at a temperature other than 1: vLLM's modes scale and filter, or do neither.
+    With barred ids, prefer the mode that counts them in, if the temperature admits it: their share is tiny. Raises
+    ValueError for filters at a temperature other than 1: vLLM's modes scale and filter, or do neither.
     """
     sampling = rollout.sampling(())
     for mode in (_UNSCALED, _FILTERED) if bars_ids else (_FILTERED, _UNSCALED):
@@ -333,14 +333,14 @@ def logprobs_mode(rollout: RolloutConfig, *, bars_ids: bool = False) -> str:
 
 
 def gives_unfiltered(mode: str, sampling: SamplingParams) -> bool:
-    """Whether vLLM's log-probs in this mode are those of the distribution scaled by the temperature, not filtered."""
+    """Return True if vLLM's log-probs in this mode are scaled by the temperature and not filtered."""
     if mode == _UNSCALED:
         return sampling.temperature in (0, 1)
     return sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0)
 
 
 def logprobs_of_prompt(token_ids: Sequence[int], candidates: Sequence[Mapping[int, Any] | None]) -> Tensor:
-    """The log-probs of a prompt's tokens but the first, which vLLM returns beside other candidates', by position."""
+    """Return log-probs of a prompt's tokens but the first, picked from vLLM's candidates by position."""
     logprobs = [by_token[token].logprob for token, by_token in zip(token_ids, candidates, strict=True) if by_token]
     assert len(logprobs) == len(token_ids) - 1, f"vLLM rated {len(logprobs)} tokens of a prompt of {len(token_ids)}"
     return torch.tensor(logprobs, dtype=torch.float32)

@@ -20,12 +20,12 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
-    """All-gather along dim 0, equal sizes. Backward: the sum of all ranks' gradients of the own rows."""
+    """All-gather along dim 0, equal sizes. Backward: sum all ranks' gradients of this rank's rows."""
     return x if axis.size == 1 else _GatherRows.apply(x, axis)
 
 
 def scatter_row_sums(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the ranks of this rank's rows along dim 0, which the size must divide. Backward: all-gather."""
+    """Return this rank's rows of the sum over ranks along dim 0, which the size must divide. Backward: all-gather."""
     if axis.size == 1:
         return x
     assert x.shape[0] % axis.size == 0, (axis.name, axis.size, tuple(x.shape))
@@ -33,20 +33,20 @@ def scatter_row_sums(x: Tensor, axis: Axis) -> Tensor:
 
 
 def exchange_rows(x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: Axis) -> Tensor:
-    """All-to-all of rows along dim 0 with uneven splits, by place on the axis. Backward: the way back."""
+    """Exchange rows along dim 0 all-to-all with uneven splits, by place on the axis. Backward: the reverse exchange."""
     return x if axis.size == 1 else _ExchangeRows.apply(x, tuple(send_counts), tuple(receive_counts), axis)
 
 
 def gather_own_gradient(x: Tensor, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """All parts along dim 0, of these sizes, in the axis's order. Backward: the own part of the own gradient.
+    """Return all parts along dim 0, of these sizes, in axis order. Backward: this rank's part of its own gradient.
 
-    For values from which every rank then computes the same loss: adding their gradients would count it many times.
+    For values from which every rank computes the same loss: summing their gradients would count it repeatedly.
     """
     return x if axis.size == 1 else _GatherOwnGradient.apply(x, tuple(sizes), axis)
 
 
 def exchange_counts(counts: Tensor, axis: Axis) -> Tensor:
-    """Row k of the result is what rank k's `counts` [size, ...] holds for this rank; no gradient."""
+    """Exchange counts: row k of the result is row `this rank` of rank k's `counts` [size, ...]; no gradient."""
     if axis.size == 1:
         return counts.clone()
     received = torch.empty_like(counts)
@@ -55,7 +55,7 @@ def exchange_counts(counts: Tensor, axis: Axis) -> Tensor:
 
 
 class RingShift:
-    """Tensors on their way to the next rank of a ring, while others of the same shapes come from the one before."""
+    """Tensors in transfer to the next rank of a ring, while others of the same shapes arrive from the previous one."""
 
     def __init__(self, tensors: Sequence[Tensor], axis: Axis):
         """Start sending; the tensors must not change before `wait`. Collective over the axis."""
@@ -67,7 +67,7 @@ class RingShift:
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[Tensor]:
-        """What came from the rank before."""
+        """Return the tensors received from the previous rank."""
         for work in self._works:
             work.wait()
         return self._received

@@ -1,7 +1,7 @@
-"""Spreads the experts of each sparse layer over the expert axis and sends tokens to them all-to-all, from outside.
+"""Expert parallelism, applied from outside: experts spread over the expert axis, tokens exchanged all-to-all.
 
-A token travels once to each rank that holds any of its experts, with their weights; that rank adds the weighted outputs
-up, and one row comes back. All sums are over sorted copies, so that they have one order.
+A token travels once to each rank that holds any of its experts, with their weights; that rank adds up the weighted
+outputs and returns one row. All sums are over sorted copies, which fixes their order.
 
 Shape letters: `T` tokens of this rank, `C` chosen experts of a token, `E` experts held here, `A` ranks of the axis,
 `D` model width, `Z` rows and `M` copies of them, `W` rows that arrive, `P` pairs of such a row and an expert held here.
@@ -24,7 +24,7 @@ from spmdrl.resources.mesh import Axis
 
 
 def check_expert_parallel(config: DecoderConfig, expert: int, key: str) -> None:
-    """Raise ValueError, which names the degree by its config key, where experts can't be spread over so many ranks."""
+    """Raise ValueError, naming the degree by its config key, if experts can't be spread over this many ranks."""
     if expert == 1:
         return
     if config.moe is None:
@@ -38,11 +38,10 @@ def check_expert_parallel(config: DecoderConfig, expert: int, key: str) -> None:
 
 
 def apply_expert_parallel(decoder: Decoder, axis: Axis, parts: Parts, *, column: Axis | None = None) -> None:
-    """Leave a decoder on the meta device only this rank's experts; names stay, `parts` follows.
+    """Leave only this rank's experts in a decoder on the meta device; names stay, `parts` follows.
 
-    Collective from then on: the axis's ranks run it together, each with tokens of its own. Ranks of the `column` axis,
-    if there is one, have the same tokens and the experts between them: runs of experts go round its ranks, and their
-    outputs are to be added up.
+    Collective from then on: the axis's ranks run it together, each with its own tokens. Ranks of the `column` axis, if
+    any, share tokens and divide the experts: runs of experts alternate over its ranks, whose outputs must be added up.
     """
     columns, place = (1, 0) if column is None else (column.size, column.rank)
     if axis.size * columns == 1:
@@ -57,11 +56,11 @@ def apply_expert_parallel(decoder: Decoder, axis: Axis, parts: Parts, *, column:
 
 
 class AllToAllDispatch:
-    """Sends tokens to the ranks of the axis that hold their experts, and outputs back; a `Dispatch`.
+    """Sends tokens to the ranks of the axis that hold their experts, and returns the outputs; a `Dispatch`.
 
     Run number k of experts is at place k // columns of the axis, on its ranks of column k % columns. Experts of other
-    columns are left out. No rank leaves anything out where it has no tokens or no rows arrive: the others wait for it
-    in both passes, and its experts need gradients.
+    columns are skipped. A rank without tokens or arriving rows still takes part: the others wait for it in both passes,
+    and its experts need gradients.
     """
 
     def __init__(self, axis: Axis, columns: int = 1, column: int = 0):
@@ -72,7 +71,7 @@ class AllToAllDispatch:
     def __call__(
         self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
     ) -> Tensor:
-        """Collective over the axis."""
+        """Run the layer's experts on the tokens. Collective over the axis."""
         axis, num_held = self.axis, num_experts // (self.axis.size * self.columns)
         run_TC = chosen_TC // num_held
         here_TC = run_TC % self.columns == self.column
@@ -82,7 +81,7 @@ class AllToAllDispatch:
 
         rank_TA = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TA)
         sent = RowCopies.by_key(rank_TA, travels_TA, sum(trip.send_counts))
-        # Weights ride along in the dtype in which they are multiplied.
+        # Weights travel in the dtype in which they are multiplied.
         message_TX = torch.cat((hidden_TD, weights_TC.to(hidden_TD.dtype)), dim=1)
         arrived_WX = exchange_rows(sent.spread(message_TX), trip.send_counts, trip.receive_counts, axis)
         hidden_WD, weights_WC = arrived_WX.split((hidden_TD.shape[1], chosen_TC.shape[1]), dim=1)
@@ -98,29 +97,29 @@ class AllToAllDispatch:
 
 
 def _marked(place_TC: Tensor, here_TC: Tensor, num_places: int) -> Tensor:
-    """Whether any choice [T, C] that counts here is of a place [T, A]."""
+    """Return True for each place that any counted choice [T, C] refers to [T, A]."""
     counts_TA = place_TC.new_zeros(len(place_TC), num_places)
     return counts_TA.scatter_add_(1, place_TC, here_TC.to(counts_TA.dtype)) > 0
 
 
 @dataclass(frozen=True)
 class _Trip:
-    """How many rows go where, agreed on by the ranks of the axis."""
+    """Row counts of one exchange, agreed on by the ranks of the axis."""
 
     send_counts: list[int]
-    """Rows that this rank sends to each rank."""
+    """Rows sent to each rank."""
     receive_counts: list[int]
-    """Rows that it gets from each rank."""
+    """Rows received from each rank."""
     num_pairs: int
-    """Rows that its experts then work on."""
+    """Number of (row, expert) pairs that this rank's experts compute."""
     counts_E: Tensor
-    """How many of them each held expert works on; on the device."""
+    """Number of pairs per held expert; on the device."""
 
     @classmethod
     def agreed(cls, expert_TC: Tensor, here_TC: Tensor, travels_TA: Tensor, num_held: int, axis: Axis) -> _Trip:
         """Exchange the counts. Collective over the axis; waits for the device once.
 
-        `expert_TC` numbers the column's experts; only choices that are `here_TC` count.
+        `expert_TC` numbers the column's experts; only choices marked by `here_TC` count.
         """
         chosen = expert_TC.flatten()
         pairs_AE = chosen.new_zeros(axis.size * num_held)
@@ -134,20 +133,20 @@ class _Trip:
 
 @dataclass(frozen=True)
 class RowCopies:
-    """M copies of Z rows with Y keys each, sorted by key: rows are spread into copies, which are added up into rows."""
+    """M copies of Z rows with Y keys each, sorted by key: `spread` copies rows, `add_up` sums copies into rows."""
 
     cell_M: Tensor
-    """The flat index of each copy's key in the [Z, Y] keys."""
+    """Flat index of each copy's key in the [Z, Y] keys."""
     row_M: Tensor
-    """The row that each copy is of."""
+    """Row of each copy."""
     copy_M: Tensor
-    """The copies in the order of their rows."""
+    """Copies in the order of their rows."""
     start_Z: Tensor
-    """Where the copies of each row begin in `copy_M`."""
+    """Start of each row's copies in `copy_M`."""
 
     @classmethod
     def by_key(cls, key_ZY: Tensor, is_copied_ZY: Tensor, num_copies: int) -> RowCopies:
-        """A copy for each of the `num_copies` keys marked, in stable order of the keys; waits for no device."""
+        """Return a copy for each of the `num_copies` keys marked, in stable order of the keys; waits for no device."""
         num_per_row = is_copied_ZY.sum(1)
         # Sorted to the end rather than picked by a mask, which would wait for the device to count them.
         left_out = torch.iinfo(key_ZY.dtype).max
@@ -155,11 +154,11 @@ class RowCopies:
         return cls(cell_M, cell_M // key_ZY.shape[1], cell_M.argsort(), num_per_row.cumsum(0) - num_per_row)
 
     def spread(self, rows_ZD: Tensor) -> Tensor:
-        """The copies [M, D]; backward adds their gradients up."""
+        """Return the copies [M, D]; backward sums their gradients."""
         return _Spread.apply(rows_ZD, self.row_M, self.copy_M, self.start_Z)
 
     def add_up(self, copies_MD: Tensor, weights_M: Tensor | None = None) -> Tensor:
-        """The (weighted) sum [Z, D] of each row's copies, 0 where there are none."""
+        """Return the (weighted) sum [Z, D] of each row's copies, 0 for rows without copies."""
         return _AddUp.apply(copies_MD, weights_M, self.row_M, self.copy_M, self.start_Z)
 
 
@@ -195,7 +194,7 @@ class _AddUp(torch.autograd.Function):
 
 
 def _sums(copies_MD: Tensor, weights_M: Tensor | None, copy_M: Tensor, start_Z: Tensor) -> Tensor:
-    """The (weighted) sum of each row's copies."""
+    """Return the (weighted) sum of each row's copies."""
     by_row_M = None if weights_M is None else weights_M.index_select(0, copy_M)
-    # One pass without intermediate products, in the order of the copies: that of index_add isn't fixed on GPUs.
+    # One pass without intermediate products, in the order of the copies: index_add's order isn't fixed on GPUs.
     return F.embedding_bag(copy_M, copies_MD.contiguous(), start_Z, mode="sum", per_sample_weights=by_row_M)

@@ -1,10 +1,10 @@
-"""Cuts a decoder's matrices over the tensor axis, and in training its tokens between blocks, from outside.
+"""Tensor and sequence parallelism, applied from outside: cuts a decoder's matrices, and in training its tokens.
 
 Megatron-LM's scheme (arXiv:1909.08053, section 3): attention and feed-forward layers compute their own heads or
-columns, and the sums of their outputs are the layer's. In training, layers gather the tokens and scatter those sums, so
+columns, and the layer's output is the sum over ranks. In training, layers gather the tokens and scatter those sums, so
 that everything between them sees an equal share of the tokens (sequence parallel; arXiv:2205.05198, section 4.2). A
-weight that isn't cut then gets a part of its gradient on each rank, to be summed. In generation, where a step has few
-tokens, all ranks have all of them.
+weight that isn't cut then gets a part of its gradient on each rank, to be summed. In generation, with few tokens per
+step, all ranks have all of them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from spmdrl.engines.parallel.weight_cuts import (
 from spmdrl.resources.mesh import Axis
 
 SUM_BYTES = 64 << 20
-"""Gradients that travel in one sum, unless one alone is larger."""
+"""Most bytes of gradients in one sum, unless a single one is larger."""
 
 
 def check_tensor_parallel(config: DecoderConfig, tensor: int, key: str) -> None:
-    """Raise ValueError, which names the degree by its config key, where a model can't be cut over so many ranks.
+    """Raise ValueError, naming the degree by its config key, if a model can't be cut over this many ranks.
 
-    Each rank decides it alone.
+    Needs no communication.
     """
     complaint = _complaint(config, tensor)
     if complaint:
@@ -47,7 +47,7 @@ def check_tensor_parallel(config: DecoderConfig, tensor: int, key: str) -> None:
 
 
 def _complaint(config: DecoderConfig, tensor: int) -> str | None:
-    """What stands against this degree, or None."""
+    """Return the rule that this degree breaks, or None."""
     for name, width in _widths(config).items():
         if width % tensor:
             return f"it must divide the model's {name} {width}"
@@ -59,7 +59,7 @@ def _complaint(config: DecoderConfig, tensor: int) -> str | None:
 
 
 def _widths(config: DecoderConfig) -> dict[str, int]:
-    """What is cut in equal parts, by its name in config.json."""
+    """Return the sizes that are cut in equal parts, by their name in config.json."""
     widths = {"num_attention_heads": config.num_heads}
     if config.moe is None or config.moe.dense_layers:
         widths["intermediate_size"] = config.intermediate_size
@@ -73,8 +73,8 @@ def apply_tensor_parallel(
 ) -> None:
     """Make a decoder on the meta device compute this rank's part; names stay, shapes shrink, `parts` follows.
 
-    Where it `shares_tokens`, their number must be a multiple of the axis's size; without, it has no gradients. Experts
-    that aren't cut add up like parts: each must be held once. Collective from then on: the ranks run it together.
+    With `shares_tokens`, their number must be a multiple of the axis's size; without, there are no gradients. Uncut
+    experts add up like parts: each must be held once. Collective from then on: the ranks run it together.
     """
     if axis.size == 1:
         return
@@ -91,7 +91,7 @@ def apply_tensor_parallel(
 
 
 def _cut(decoder: Decoder, name: str, axis: Axis, parts: Parts) -> None:
-    """Cut one weight, if it is of those that are."""
+    """Cut one weight, if the table of cuts has it."""
     cut = tensor_cut(decoder.config, name, parts.shapes[name])
     if cut is not None:
         parts.cut(decoder, name, cut.dim, *cut.interval(parts.shapes[name][cut.dim], axis.size, axis.rank))
@@ -100,7 +100,7 @@ def _cut(decoder: Decoder, name: str, axis: Axis, parts: Parts) -> None:
 
 
 def _share_tokens(block: nn.Module, axis: Axis) -> None:
-    """Let a block whose outputs are parts of sums take and give this rank's share of the tokens."""
+    """Gather the block's input tokens and reduce-scatter its outputs, which are partial sums."""
 
     def gather(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return gather_rows(inputs[0], axis), *inputs[1:]
@@ -113,7 +113,7 @@ def _share_tokens(block: nn.Module, axis: Axis) -> None:
 
 
 def _sum_outputs(block: nn.Module, axis: Axis) -> None:
-    """Let a block whose outputs are parts of sums give the sums of all tokens."""
+    """All-reduce the block's outputs, which are partial sums."""
 
     def add_up(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return axis.sum(output)
@@ -122,7 +122,7 @@ def _sum_outputs(block: nn.Module, axis: Axis) -> None:
 
 
 def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
-    """Let the bias of a projection whose outputs are summed count once, if it is one."""
+    """Scale a bias whose projection's outputs are summed, so that it counts once."""
     path, _, kind = name.rpartition(".")
     parent, _, projection = path.rpartition(".")
     if is_summed(projection) and kind == "bias":
@@ -135,7 +135,7 @@ def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
 
 
 class _SharedBiasLinear(nn.Module):
-    """A projection whose outputs are summed over ranks, each of which adds its share of the bias."""
+    """Projection whose outputs are summed over ranks, each of which adds its share of the bias."""
 
     def __init__(self, linear: Linear, num_ranks: int):
         super().__init__()
@@ -147,7 +147,7 @@ class _SharedBiasLinear(nn.Module):
 
 
 class _EmbeddingPart(nn.Embedding):
-    """The embedding of this rank's part of the vocabulary; the sum over ranks has every token's."""
+    """Embedding of this rank's part of the vocabulary; the sum over ranks covers every token."""
 
     def __init__(self, weight: Tensor, vocabulary: VocabularyPart, shares_tokens: bool):
         super().__init__(len(weight), weight.shape[1], device="meta")
@@ -156,7 +156,7 @@ class _EmbeddingPart(nn.Embedding):
         self.shares_tokens = shares_tokens
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        """Hidden states of all tokens, or of this rank's equal share of them."""
+        """Return hidden states of all tokens, or of this rank's equal share of them."""
         places_T, here_T = self.vocabulary.local(tokens_T)
         found_TD = F.embedding(places_T, self.weight) * here_T[:, None]
         axis = self.vocabulary.axis
@@ -164,7 +164,7 @@ class _EmbeddingPart(nn.Embedding):
 
 
 def is_first(name: str, axis: Axis, parts: Parts) -> bool:
-    """Whether this rank is the first on the tensor axis that holds its slice of a weight."""
+    """Return True if this rank is the first on the tensor axis that holds its slice of a weight."""
     copies = parts.tensor_copies[name]
     return axis.rank == copies.index * (axis.size // copies.distinct)
 
@@ -174,7 +174,7 @@ def sum_tensor_gradients(
 ) -> None:
     """Replace, in place, each gradient by the sum over the ranks that hold the same slice. Collective over the axis.
 
-    Takes what this rank stores of each gradient; ranks of the axis store equally much, under the same names, in the
+    Takes the locally stored part of each gradient; ranks of the axis store equal sizes under the same names, in the
     same order.
     """
     shared = {name: gradient for name, gradient in gradients.items() if parts.tensor_copies[name].distinct < axis.size}
@@ -183,7 +183,7 @@ def sum_tensor_gradients(
 
 
 def _buckets(gradients: Mapping[str, Tensor], parts: Parts, sum_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of gradients of one dtype that take at most `sum_bytes` on the way, or of one that takes more."""
+    """Yield runs of gradients of one dtype of at most `sum_bytes` in transfer; a larger gradient is alone."""
     bucket: dict[str, Tensor] = {}
     num_bytes = 0
     dtype = None
@@ -199,7 +199,7 @@ def _buckets(gradients: Mapping[str, Tensor], parts: Parts, sum_bytes: int) -> I
 
 
 def _sum_bucket(bucket: Mapping[str, Tensor], parts: Parts, axis: Axis) -> None:
-    """Sum the gradients of one bucket, each with a place for every different slice of its weight."""
+    """Sum the gradients of one bucket, which has a place for every distinct slice of a weight."""
     spread = []
     for name, gradient in bucket.items():
         copies = parts.tensor_copies[name]

@@ -1,6 +1,6 @@
-"""How each weight of a decoder is cut over ranks: one table, for the cuts of modules and for plans on paper.
+"""Cuts of a decoder's weights over ranks: one table, for modules and for resharding plans.
 
-A new projection is a line of `_TENSOR_CUTS`, by the name that its module has.
+A new projection is a line of `_TENSOR_CUTS`, under its module's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.resources.mesh import Axis
 
 _OUTPUTS, _INPUTS = 0, 1
-"""The dims of a projection's weight."""
+"""Dims of a projection's weight."""
 _TENSOR_CUTS = {
     "embed_tokens": (_OUTPUTS, "vocabulary"),
     "lm_head": (_OUTPUTS, "vocabulary"),
@@ -32,37 +32,37 @@ _TENSOR_CUTS = {
     "o_proj": (_INPUTS, "heads"),
     "down_proj": (_INPUTS, "columns"),
 }
-"""What the tensor axis deals out of a projection, and along which dim. The rest stays whole: norms, routers, value
-heads, and MLA's down projections, which all heads share."""
+"""Unit and dim by which the tensor axis cuts each projection. The rest stays whole: norms, routers, value heads, and
+MLA's down projections, which all heads share."""
 _ADAPTER_OF_SIDE = {_OUTPUTS: "lora_B", _INPUTS: "lora_A"}
-"""The matrix of an adapter that is cut with its projection; every rank has the other one."""
+"""Matrix of an adapter that is cut with its projection; the other one is replicated."""
 
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How the tensor axis cuts a weight: by heads, columns or tokens of the vocabulary, each share rounded up."""
+    """Cut of a weight over the tensor axis: by heads, columns or tokens of the vocabulary, each share rounded up."""
 
     dim: int
     num_units: int
-    """What is dealt out: heads are query heads, also for keys and values."""
+    """Number of units to divide; heads are query heads, also for keys and values."""
     units_per_slot: int = 1
     """Units that share a slot of the dim, as query heads share a key head; a rank with any of them holds the slot."""
 
     def interval(self, length: int, num_ranks: int, rank: int) -> tuple[int, int]:
-        """The part of a dim of this length that a rank holds."""
+        """Return a rank's interval of a dim of this length."""
         first, stop = chunk_of(self.num_units, num_ranks, rank)
         slot = length * self.units_per_slot // self.num_units
         return first // self.units_per_slot * slot, -(-stop // self.units_per_slot) * slot
 
     def num_distinct(self, num_ranks: int) -> int:
-        """Different parts over so many ranks, each held by as many neighbours."""
+        """Return the number of distinct parts over this many ranks, each held by equally many neighbours."""
         return min(num_ranks, self.num_units // self.units_per_slot)
 
 
 def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> TensorCut | None:
-    """How a weight or bias of this name and whole shape is cut over the tensor axis; None where every rank has it."""
+    """Return the tensor axis's cut of a weight or bias by its name and whole shape; None if it is replicated."""
     *_, module, kind = name.split(".")
-    # An experts' stack has experts in front, and is named like a module's parameter.
+    # Stacked expert weights have the experts in front, and are named like a module's parameter.
     projection, first = (kind, 1) if is_of_experts(name) else (module, 0)
     if is_adapter(name):
         projection = name.split(".")[-3]
@@ -80,87 +80,87 @@ def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> Tensor
 
 
 def is_summed(projection: str) -> bool:
-    """Whether the outputs of a projection are parts of sums over the tensor axis, as it is cut by inputs."""
+    """Return True if a projection's outputs are partial sums over the tensor axis, because its inputs are cut."""
     return projection in _TENSOR_CUTS and _TENSOR_CUTS[projection][0] == _INPUTS
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a weight is a stack of experts, which are its dim 0."""
+    """Return True if a weight is a stack of experts along dim 0."""
     return name.split(".")[-2] == "experts"
 
 
 def expert_shard_dim(shape: Sequence[int], num_ranks: int) -> int:
-    """The dim along which FSDP2 spreads a stack of experts that an expert axis has cut.
+    """Return the dim along which FSDP2 spreads a stack of experts that an expert axis has cut.
 
-    By experts where each rank gets as many, else by the next dim where that divides.
+    By experts if every rank gets equally many, else by the next dim if the ranks divide it.
     """
     return next((dim for dim in (0, 1) if shape[dim] % num_ranks == 0), 0)
 
 
 def chunk_of(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """The half-open interval of a rank: chunks rounded up, as FSDP2 cuts rows; the last may be short or empty."""
+    """Return a rank's half-open interval: chunks rounded up, like FSDP2's; the last may be short or empty."""
     chunk = -(-length // num_ranks)
     return min(rank * chunk, length), min((rank + 1) * chunk, length)
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The tokens whose rows of the embedding and of the head this rank holds."""
+    """Part of the vocabulary whose embedding and head rows this rank holds."""
 
     start: int
     stop: int
     widest: int
-    """Tokens of the largest part; the last one may be smaller."""
+    """Size of the largest part; the last one may be smaller."""
     size: int
-    """Tokens of the whole vocabulary."""
+    """Size of the whole vocabulary."""
     axis: Axis
-    """The ranks that hold the parts."""
+    """Axis of the ranks that hold the parts."""
 
     @classmethod
     def of(cls, vocab_size: int, axis: Axis) -> VocabularyPart:
-        """The part of a rank of the tensor axis."""
+        """Return this rank's part of the vocabulary on the tensor axis."""
         start, stop = chunk_of(vocab_size, axis.size, axis.rank)
         return cls(start, stop, -(-vocab_size // axis.size), vocab_size, axis)
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's place in this part, and whether it is in it at all; other parts' tokens are put at place 0."""
+        """Return each token's index in this part, 0 if it isn't in the part, and whether it is."""
         here = (tokens >= self.start) & (tokens < self.stop)
         return torch.where(here, tokens - self.start, 0), here
 
 
 @dataclass(frozen=True)
 class TensorCopies:
-    """How a weight is spread over the tensor axis.
+    """Spread of a weight over the tensor axis.
 
-    Neighbouring ranks hold the same slice, `size / distinct` of them each: 1 distinct slice is a replicated weight,
-    `size` of them a weight cut everywhere, and key heads fewer than ranks lie in between.
+    Each slice is on `size / distinct` neighbouring ranks: 1 distinct slice is a replicated weight, `size` of them a
+    fully cut weight, and key heads fewer than ranks lie in between.
     """
 
     distinct: int = 1
-    """Different slices over the axis."""
+    """Number of different slices over the axis."""
     index: int = 0
-    """Which of them this rank holds."""
+    """Index of this rank's slice."""
 
 
 class Parts:
-    """The slices that a rank's decoder holds of its weights, by name; cutting keeps them and the module in step."""
+    """Slices of weights in a rank's decoder, by name; cutting keeps them consistent with the module."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes = shapes
-        """Shape of each whole weight."""
+        """Whole shape of each weight."""
         self.slices: dict[str, WeightSlice] = {name: whole_slice(name, shape) for name, shape in shapes.items()}
-        """Which box of the whole weight this rank's decoder holds."""
+        """Box of the whole weight that this rank's decoder holds."""
         self.tensor_copies: dict[str, TensorCopies] = dict.fromkeys(shapes, TensorCopies())
 
     @classmethod
     def of(cls, decoder: nn.Module) -> Parts:
-        """Everything that a decoder holds, whole: its parameters and the buffers that belong to its weights."""
+        """Return a decoder's parameters, and buffers that belong to its weights, all whole."""
         return cls({name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()})
 
     def cut(self, decoder: nn.Module, name: str, dim: int, start: int, stop: int) -> None:
-        """Keep elements start to stop of `dim`, counted within what is held already.
+        """Keep elements start to stop of `dim`, counted within the held slice.
 
-        The parameter is replaced by an empty one on the meta device: cut before there are values.
+        The parameter is replaced by an empty one on the meta device, so cut before loading values.
         """
         held = self.slices[name]
         assert 0 <= start < stop <= held.shape[dim], (held, dim, start, stop)

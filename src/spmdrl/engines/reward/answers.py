@@ -1,7 +1,7 @@
-"""Built-in reward rules: the exact answer, a plain number, a choice's letter, and what math-verify finds equivalent.
+"""Built-in reward rules: exact text, a plain number, a choice's letter, and math-verify's equivalence.
 
-Rules have TRL's form: `f(prompts, completions, **columns)` gives one value per row; None where a row has no answer, and
-an exception where a row can't be judged.
+Rules have TRL's form: `f(prompts, completions, **columns)` returns one value per row, None for a row without an answer,
+and an exception for a row that can't be judged.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Score = float | None | Exception
 
 
 def exact(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Score]:
-    """1.0 where the stripped completion equals the stripped answer, else 0.0."""
+    """Return 1.0 if the stripped completion equals the stripped answer, else 0.0."""
     return _score(completions, answer, lambda completion, target: completion.strip() == target.strip())
 
 
 def number(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Score]:
-    """1.0 where the completion's final answer is the reference's number, else 0.0; references must be numbers."""
+    """Return 1.0 if the completion's final answer is the reference's number, else 0.0; references must be numbers."""
     return _score(completions, answer, is_same_number)
 
 
 def choice(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Score]:
-    """1.0 where the completion chooses the reference's letter, else 0.0; references must be letters from A to J."""
+    """Return 1.0 if the completion chooses the reference's letter, else 0.0; references must be letters from A to J."""
     return _score(completions, answer, _is_right_choice)
 
 
 def math(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Score]:
-    """1.0 where math-verify finds the completion's final answer equivalent to the reference, else 0.0."""
+    """Return 1.0 if math-verify finds the completion's final answer equivalent to the reference, else 0.0."""
     return _score(completions, answer, formula.is_right)
 
 
@@ -41,7 +41,7 @@ RULES: dict[str, Callable[..., list[Score]]] = {"exact": exact, "number": number
 
 
 def check_rule_installed(name: str) -> None:
-    """Raises ValueError if the rule needs a package that isn't there."""
+    """Raise ValueError if the rule needs a package that isn't installed."""
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ValueError(
             "reward.functions: 'math' needs math-verify; run `pip install -e '.[math]'` in spmdrl's folder, or use "
@@ -50,7 +50,7 @@ def check_rule_installed(name: str) -> None:
 
 
 def _is_right_choice(completion: str, reference: str) -> bool:
-    """Whether the letter that a completion marks, states or ends with is the reference's."""
+    """Return True if the letter that a completion marks, states or ends with is the reference's."""
     letter = formula.whole_letter(reference)
     if letter is None:
         raise ValueError(f"the reference '{reference:.100}' isn't a choice's letter, such as B; use the reward exact")

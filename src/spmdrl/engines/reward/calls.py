@@ -1,4 +1,4 @@
-"""What goes to reward functions, what each of them gives back, and how that becomes one reward per row."""
+"""Inputs and outputs of reward functions, and their combination to one reward per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdrl.runtime.workers.verdict import Verdict
 
 @dataclass(frozen=True)
 class RewardCall:
-    """Rows that are scored together; every list, and every column, has one entry per row."""
+    """Rows that are scored together; all lists and columns have one entry per row."""
 
     prompts: Sequence[Any]
     """strings or lists of messages"""
@@ -21,7 +21,7 @@ class RewardCall:
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
     subject: Subject | None = None
-    """the prompt that all rows answer; it isn't tried again once it has cost two processes"""
+    """prompt of all rows; it isn't retried after two crashed processes"""
 
     def __post_init__(self) -> None:
         num_rows = len(self.prompts)
@@ -38,7 +38,7 @@ class RewardCall:
 
 @dataclass(frozen=True)
 class FunctionScores:
-    """One function's checked values for a call; a value is None exactly where its verdict has no reward."""
+    """One function's checked values for a call; a value is None exactly if its verdict has no reward."""
 
     values: list[float | None]
     verdicts: list[Verdict]
@@ -51,7 +51,7 @@ class FunctionScores:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The rewards of one call's rows: the weighted sum, and each function's part of it."""
+    """Rewards of one call's rows: the weighted sum, and each function's part of it."""
 
     key: Hashable
     rewards: list[float | None]
@@ -61,7 +61,7 @@ class RewardResult:
 
 
 def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequence[float]) -> RewardResult:
-    """Join the functions' scores: the weighted sum of what they gave, where at least one did and none failed."""
+    """Combine the functions' scores: the weighted sum of their values, if at least one has a value and none failed."""
     verdicts = [row_verdict(row) for row in zip(*(part.verdicts for part in scores.values()), strict=True)]
     values = zip(*(part.values for part in scores.values()), strict=True)
     error = next((part.error for part in scores.values() if part.error), None)
@@ -77,7 +77,7 @@ def combine(key: Hashable, scores: Mapping[str, FunctionScores], weights: Sequen
 
 
 def with_part(result: RewardResult, name: str, values: Sequence[float | None], weight: float) -> RewardResult:
-    """Add a part whose values come from elsewhere: None there, as a failed function, leaves a row without a reward."""
+    """Add a part with values from elsewhere: None there leaves a row without a reward, like a failed function."""
     rewards: list[float | None] = []
     verdicts = list(result.verdicts)
     for row, (reward, value) in enumerate(zip(result.rewards, values, strict=True)):
@@ -89,7 +89,7 @@ def with_part(result: RewardResult, name: str, values: Sequence[float | None], w
 
 
 def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -> RewardResult:
-    """One result for rows that several calls scored; the parts' rows partition range(n)."""
+    """Join the results of rows that several calls scored; the parts' rows partition range(n)."""
     place = {row: (part, at) for part, (rows, _) in enumerate(parts) for at, row in enumerate(rows)}
     places = [place[row] for row in range(len(place))]
     results = [result for _, result in parts]
@@ -103,7 +103,7 @@ def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -
 
 
 def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of a row from those of each function: an error outweighs a value, a value outweighs None."""
+    """Return a row's verdict from each function's: an error outweighs a value, a value outweighs None."""
     for outweighing in (Verdict.QUARANTINED, Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.MALFORMED, Verdict.SCORED):
         if outweighing in verdicts:
             return outweighing
@@ -112,7 +112,7 @@ def row_verdict(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def read_scores(parts: Any, num_functions: int, num_rows: int) -> list[FunctionScores] | None:
-    """The scores in a worker's message; None where they aren't what `score` gives: something else wrote them."""
+    """Return the scores in a worker's message; None if something other than `score` wrote it."""
     try:
         scores = [FunctionScores(one["values"], list(map(Verdict, one["verdicts"])), one["error"]) for one in parts]
         is_sound = len(scores) == num_functions and all(_is_sound(part, num_rows) for part in scores)
@@ -131,6 +131,6 @@ def _is_sound(part: FunctionScores, num_rows: int) -> bool:
 
 
 def read_columns(message: Any) -> dict[str, list[str]]:
-    """Columns by function as a worker sent them, untrusted: the functions' own code may have changed them."""
+    """Read columns by function from a worker's message, untrusted: the functions' own code may have changed them."""
     entries = message.items() if isinstance(message, dict) else ()
     return {str(name): list(map(str, columns)) for name, columns in entries if isinstance(columns, list)}

@@ -1,7 +1,7 @@
-"""The reward `code`: runs the program in a response against the row's tests, in a box that it can't get out of.
+"""The reward `code`: runs the program in a response against the row's tests, in a sandbox.
 
-What stdout must be is compared here, and other tests run in a process of their own: the program has neither the
-expected values nor a way to write a verdict.
+Stdout is compared here, and other tests run in a process of their own: the program has neither the expected values nor
+a way to write a verdict.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END_OF_THOUGHT = "</think>"
 
 @dataclass(frozen=True)
 class Judged:
-    """A row's value, and why it is 0 where it is."""
+    """A row's value, with the reason if it is 0."""
 
     value: float
     verdict: Verdict
@@ -38,7 +38,7 @@ class Judged:
 
 @dataclass
 class _Tally:
-    """How the tests of a row went."""
+    """Test results of a row."""
 
     total: int = 0
     passed: int = 0
@@ -51,9 +51,9 @@ class _Tally:
 
 
 class CodeReward:
-    """A reward function in TRL's form. Making it starts the boxes' server, which ends with this process.
+    """A reward function in TRL's form. The constructor starts the boxes' server, which ends with this process.
 
-    Raises ValueError where the kernel makes no boxes.
+    Raises ValueError if the kernel can't make boxes.
     """
 
     def __init__(self, config: CodeConfig):
@@ -101,7 +101,7 @@ def _run_tests(box: Box, program: str, tests: RowTests, config: CodeConfig) -> _
     for given, wanted in tests.texts:
         left = deadline - time.monotonic()
         if left <= 0 or tally.first_failure is Verdict.PROGRAM_TIMED_OUT:
-            # What is too slow for one test isn't given the time of all.
+            # A program too slow for one test isn't given the time of all.
             tally.count(Verdict.PROGRAM_TIMED_OUT)
             continue
         finished = box.run_program(program, given, min(left, config.test_seconds))
@@ -114,7 +114,7 @@ def _run_tests(box: Box, program: str, tests: RowTests, config: CodeConfig) -> _
 
 
 def _ending(finished: Finished) -> Verdict | None:
-    """How the program failed to end well; None where it didn't fail."""
+    """Return the verdict of a program that didn't end well, else None."""
     if finished.late or -signal.SIGXCPU in finished.codes:
         return Verdict.PROGRAM_TIMED_OUT
     if OUT_OF_MEMORY in finished.codes:
@@ -137,9 +137,9 @@ def _count_verdicts(tally: _Tally, finished: Finished) -> None:
 
 
 def _is_same_output(written: str, wanted: str) -> bool:
-    """Whether outputs have the same lines, spaces at their ends and empty ones at the end of the text aside.
+    """Return True if outputs have the same lines, ignoring trailing spaces and trailing empty lines.
 
-    Lines of numbers are the same where the numbers are, as 1.50 and 1.5.
+    Lines of numbers are compared as numbers: 1.50 equals 1.5.
     """
     lines, wanted_lines = ([line.strip() for line in text.strip().splitlines()] for text in (written, wanted))
     if len(lines) != len(wanted_lines):
@@ -158,9 +158,9 @@ def _decimals(line: str) -> list[Decimal] | None:
 
 
 def program_in(response: str, prompt: Any) -> str | None:
-    """The last fenced block of Python after the thoughts; without fences the whole response, where it is Python.
+    """Return the last fenced block of Python after the thoughts; without fences the whole response, if it is Python.
 
-    A response may go on with a program that its prompt begins, as HumanEval's do.
+    A response may continue a program that its prompt begins, as in HumanEval.
     """
     answer = response.rpartition(_END_OF_THOUGHT)[2]
     if blocks := [text for language, text in _FENCED.findall(answer) if language.lower() in _LANGUAGES]:
@@ -172,7 +172,7 @@ def program_in(response: str, prompt: Any) -> str | None:
 
 
 def is_program(text: str) -> bool:
-    """Whether a text is Python that defines or does something."""
+    """Return True if a text is Python that defines or does something."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)

@@ -1,4 +1,4 @@
-"""A row's tests for programs, in the forms in which data sets are published.
+"""A row's tests for programs, in the forms of published data sets.
 
 {"inputs": [...], "outputs": [...], "fn_name": ...}     APPS, TACO, PRIME; without fn_name texts for stdin and stdout
 {"input": [...], "output": [...]}                       CodeContests
@@ -32,7 +32,7 @@ class FunctionCall:
 
 @dataclass
 class RowTests:
-    """The tests of a row: texts for stdin with what stdout must be, and code or calls that need its names."""
+    """Tests of a row: texts for stdin with expected stdout, and code or calls that need the program's names."""
 
     texts: list[tuple[str, str]] = field(default_factory=list)
     calls: list[FunctionCall] = field(default_factory=list)
@@ -43,7 +43,7 @@ class RowTests:
 
 
 def read_tests(columns: Mapping[str, Any]) -> RowTests | None:
-    """The tests in a row's columns; None where none has any. Raises ValueError for one that can't be read."""
+    """Return the tests in a row's columns, None without any. Raises ValueError for an unreadable one."""
     name = next((name for name in TEST_COLUMNS if columns.get(name)), None)
     if name is None:
         return None

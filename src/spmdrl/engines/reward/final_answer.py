@@ -1,4 +1,4 @@
-"""Where a text states its final answer."""
+"""Extraction of a text's final answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BETWEEN_JOINED_FORMULAS = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
 
 
 def marked_answer(text: str) -> str | None:
-    """What the last `#### x` (to the end of its line) or closed `\\boxed{x}` holds, whichever comes later.
+    """Return the content of the last `#### x` (to the end of its line) or closed `\\boxed{x}`, whichever is later.
 
     Boxes with nothing but `and`, `or` or a comma between them are one answer.
     """
@@ -33,9 +33,9 @@ def marked_answer(text: str) -> str | None:
 
 
 def _last_boxes(text: str) -> tuple[int, str | None]:
-    """Where the last closed box starts and what it and those joined to it hold; (-1, None) without one.
+    """Return the start and content of the last closed box and those joined to it; (-1, None) without one.
 
-    One pass, however boxes nest.
+    One pass, however deep boxes nest.
     """
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
@@ -60,7 +60,7 @@ def _last_boxes(text: str) -> tuple[int, str | None]:
 
 
 def stated_answer(text: str) -> str | None:
-    """What the last "the answer is ..." says, to the end of its sentence: its formulas, or else its words."""
+    """Return the last "the answer is ..." to the end of its sentence: its formulas, or else its words."""
     statements = list(_STATEMENT.finditer(text))
     if not statements:
         return None
@@ -70,7 +70,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def last_formula(text: str) -> tuple[str | None, int]:
-    """The last formula between dollar signs, `\\(` or `\\[`, joined with those before it in one list, and its end."""
+    """Return the last formula between dollar signs, `\\(` or `\\[`, with those listed before it, and its end."""
     found = list(_FORMULA.finditer(text))
     if not found:
         return None, -1
@@ -83,6 +83,6 @@ def last_formula(text: str) -> tuple[str | None, int]:
 
 
 def last_line(text: str) -> str | None:
-    """The last line that isn't blank."""
+    """Return the last line that isn't blank."""
     lines = text.strip().splitlines()
     return lines[-1] if lines else None

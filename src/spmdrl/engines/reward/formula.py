@@ -1,4 +1,4 @@
-"""Equivalence of mathematical answers, decided by math-verify, except where it is known to be wrong."""
+"""Equivalence of mathematical answers by math-verify, with exceptions for its known errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdrl.engines.reward.final_answer import last_formula, last_line, marked_a
 from spmdrl.engines.reward.number import last_number, parse_number, respelled
 from spmdrl.engines.reward.physical_units import same_unit, split_unit
 
-# Simplifying a hostile formula has no end. Counted in this process's own time: a busy machine changes no reward.
+# Simplifying a hostile formula may never end. Measured in CPU time, so that a busy machine changes no reward.
 _MAX_CPU_SECONDS = 3.0
 _MAX_CHARACTERS = 1000
 # math-verify takes differences for 0 that vanish in as many digits; with its own 15, all numbers below 1e-15 are equal.
@@ -51,14 +51,14 @@ _RESPELLINGS = (
 
 
 class Undecided(Exception):
-    """Deciding whether two formulas are equal takes longer than it may."""
+    """Raised if comparing two formulas takes longer than allowed."""
 
 
 def is_right(completion: str, reference: str) -> bool:
-    """Whether a completion's final answer is equivalent to the reference. Raises Undecided.
+    """Return True if a completion's final answer is equivalent to the reference. Raises Undecided.
 
-    The final answer is what the last `#### x` or `\\boxed{x}` holds; without one, what "the answer is x" says; else the
-    last formula or number of the text, or its last line. A reference may be a worked solution that marks its answer.
+    The final answer is the last `#### x` or `\\boxed{x}`; without one, the last "the answer is x"; else the last
+    formula or number of the text, or its last line. A reference may be a worked solution that marks its answer.
     """
     marked_reference = marked_answer(reference)
     target = reference if marked_reference is None else marked_reference
@@ -80,7 +80,7 @@ def _unmarked_answer(text: str, is_number_wanted: bool) -> str | None:
 
 
 def is_equivalent(given: str, target: str) -> bool:
-    """Whether two answers without the text around them mean the same. Raises Undecided."""
+    """Return True if two bare answers are equivalent. Raises Undecided."""
     given, target = _tidy(given), _tidy(target)
     if not given or not target or max(len(given), len(target)) > _MAX_CHARACTERS:
         return False
@@ -114,19 +114,19 @@ def _bare(text: str) -> str:
 
 
 def whole_letter(text: str) -> str | None:
-    """The letter of a choice that the whole text is: C of `(C)` and of `\\text{(C)}`."""
+    """Return the letter of a text that is a choice, such as C for `(C)` or `\\text{(C)}`."""
     found = _CHOICE.fullmatch(_TEXT.sub(r"\1", text).strip())
     return found.group(1) if found else None
 
 
 def chosen_letter(text: str) -> str | None:
-    """As `whole_letter`; also that before the words of the choice, as in `(C) 12`."""
+    """Return `whole_letter`, or the letter before a choice's words, as in `(C) 12`."""
     found = _LED_CHOICE.match(_TEXT.sub(r"\1", text).strip())
     return found.group(1) or found.group(2) if found else whole_letter(text)
 
 
 def _same_choice(given: str, target: str) -> bool | None:
-    """Letters of a multiple choice: `\\text{(C)}` is C, and so is `(C) 12`; None where the reference isn't one."""
+    """Compare letters of a multiple choice: `\\text{(C)}` and `(C) 12` are C; None if the reference isn't one."""
     letter = whole_letter(target)
     if letter is None:
         return None
@@ -142,7 +142,7 @@ def _same_number(given: str, target: str) -> bool | None:
 
 
 def _same_words(given: str, target: str) -> bool | None:
-    """Answers in words, whatever their case; None where neither is. math-verify reads words as products of letters."""
+    """Compare answers in words, ignoring case; None if neither is. math-verify reads words as products of letters."""
     words, target_words = (_WORDS.fullmatch(_TEXT.sub(r"\1", text).strip()) for text in (given, target))
     is_text = [bool(_TEXT.fullmatch(text)) or max(map(len, re.findall("[A-Za-z]+", text)), default=0) > 3
                for text in (given, target)]  # fmt: skip
@@ -155,7 +155,7 @@ def _same_words(given: str, target: str) -> bool | None:
 
 
 def _same_digits(given: str, target: str) -> bool | None:
-    """Numerals of a named base such as `52_8`; None where neither is one. math-verify drops the base."""
+    """Compare numerals of a named base such as `52_8`; None if neither is one. math-verify drops the base."""
     numeral, target_numeral = (_BASED.fullmatch(text.replace(" ", "")) for text in (given, target))
     if numeral is None and target_numeral is None:
         return None
@@ -176,14 +176,14 @@ def _in_latex(text: str) -> str:
 
 
 def _bracket(text: str) -> str:
-    """What encloses the whole answer: `(` of a tuple or an interval, `{` of a set, or nothing."""
+    """Return the bracket around the whole answer: `(` of a tuple or an interval, `{` of a set, or nothing."""
     if not _ENCLOSED.fullmatch(text):
         return ""
     return "(" if text[0] in "([" else "{"
 
 
 def _is_verified(given: str, target: str) -> bool:
-    # The optional back end: `load_functions` has refused the reward where it isn't installed.
+    # Optional back end; `load_functions` has refused the reward if it isn't installed.
     from math_verify import verify
 
     if _HUGE_EXPONENT.search(given):
@@ -197,7 +197,7 @@ def _is_verified(given: str, target: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parsed(latex: str) -> Any:
-    """The sympy object that math-verify's parser makes of a formula, or None."""
+    """Return the sympy object that math-verify's parser makes of a formula, or None."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
@@ -231,7 +231,7 @@ def _limited_time() -> Iterator[None]:
             raise _Over
 
     before = signal.signal(signal.SIGVTALRM, end)
-    # Again and again: an exception in a destructor or a callback is lost.
+    # Repeated, since an exception in a destructor or a callback is lost.
     signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_CPU_SECONDS, 0.1)
     try:
         yield

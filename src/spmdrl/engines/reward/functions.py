@@ -1,4 +1,4 @@
-"""Finding reward functions, calling them in the form that they were written for, and checking what they return."""
+"""Reward functions: loading, calling in the form that they were written for, and checking their results."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class RewardFunction:
     form: Literal["rule", "trl", "verl"]
 
     def close(self) -> None:
-        """End what the function has started."""
+        """Release the resources that the function holds."""
         if isinstance(self.call, CodeReward):
             self.call.close()
 
 
 def needs_answer(specs: Iterable[str]) -> bool:
-    """Whether a built-in rule is among the functions: those need an answer in every row."""
+    """Return True if a built-in rule is among the functions: rules need an answer in every row."""
     return any(spec in RULES for spec in specs)
 
 
@@ -66,9 +66,9 @@ def _load(spec: str, name: str, code: CodeConfig) -> RewardFunction:
 def load(
     specs: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
-    """What a worker process runs: an answer to each call's message; and the columns that each function takes.
+    """Return a worker's message handler, and the columns that each function takes.
 
-    `settings` are those of the reward `code`. Raises ValueError if a function can't be loaded.
+    `settings` configure the reward `code`. Raises ValueError if a function can't be loaded.
     """
     functions = load_functions(specs, CodeConfig(**settings))
 
@@ -88,14 +88,14 @@ def _score_without_terminal(function: RewardFunction, call: RewardCall) -> Funct
 
 
 def columns_taken(functions: Sequence[RewardFunction]) -> dict[str, list[str]]:
-    """By function, its parameters for columns: `level` if it must be there, `level=` if it may be missing, `**`."""
+    """Return each function's column parameters: `level` if required, `level=` if optional, `**` for any."""
     taken = {}
     for function in functions:
         names, takes_any = _parameters(function.call)
         if function.form == "verl":
             names = dict.fromkeys(("answer", "data_source", "extra_info"), False)
         columns = [f"{name}{'' if must else '='}" for name, must in names.items() if name not in _RESERVED]
-        # The other built-in rules leave alone all but the answer.
+        # The other built-in rules use the answer only.
         takes_any = takes_any and (function.form == "trl" or isinstance(function.call, CodeReward))
         taken[function.name] = [*columns, *(["**"] if takes_any else [])]
     return taken
@@ -114,7 +114,7 @@ def _form(spec: str, call: Callable[..., Any]) -> Literal["trl", "verl"]:
 
 
 def _parameters(call: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """Names that can be passed by keyword -> whether they must be, and whether any further name is taken."""
+    """Return parameters by name -> whether required, and whether any further name is accepted."""
     parameters = inspect.signature(call).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = {p.name: p.default is inspect.Parameter.empty for p in parameters if p.kind in by_name}
@@ -122,7 +122,7 @@ def _parameters(call: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
 
 
 def score(function: RewardFunction, call: RewardCall) -> FunctionScores:
-    """Call one function on all rows and check its result; what it raises becomes the verdict `CRASHED`."""
+    """Call one function on all rows and check its result; an exception becomes the verdict `CRASHED`."""
     if function.form == "verl":
         outcomes: Sequence[Any] = _call_rows(function.call, call)
     else:
@@ -142,7 +142,7 @@ def _batch_arguments(function: RewardFunction, call: RewardCall) -> dict[str, An
     columns = {name: values for name, values in call.columns.items() if name not in _RESERVED}
     completions: Sequence[Any] = call.completions
     if function.form == "trl":
-        # TRL hands conversational prompts' completions over as messages.
+        # TRL passes completions of conversational prompts as messages.
         completions = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(call.prompts, call.completions, strict=True)
@@ -173,7 +173,7 @@ def _call_rows(function: Callable[..., Any], call: RewardCall) -> list[Any]:
 
 
 def _attempt(function: Callable[..., Any], arguments: Callable[[], dict[str, Any]]) -> Any:
-    """The function's value, or what it raised."""
+    """Return the function's value or exception."""
     try:
         return function(**arguments())
     except (bdb.BdbQuit, KeyboardInterrupt):
@@ -184,7 +184,7 @@ def _attempt(function: Callable[..., Any], arguments: Callable[[], dict[str, Any
 
 
 def _finished(outcomes: list[Any]) -> list[Any]:
-    """The outcomes, with those of async functions awaited together."""
+    """Return the outcomes, awaiting async functions together."""
     if not any(inspect.isawaitable(outcome) for outcome in outcomes):
         return outcomes
 
@@ -216,7 +216,7 @@ def _checked(name: str, outcomes: Sequence[Any]) -> FunctionScores:
 
 
 def _checked_value(outcome: Any) -> tuple[float | None, Verdict, str | None]:
-    """A row's value, its verdict, and what is wrong with it."""
+    """Return a row's value, its verdict, and its error, if any."""
     if outcome is None:
         return None, Verdict.LEFT_OUT, None
     if isinstance(outcome, Judged):

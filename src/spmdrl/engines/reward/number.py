@@ -9,7 +9,7 @@ from fractions import Fraction
 from spmdrl.engines.reward.final_answer import marked_answer
 from spmdrl.engines.reward.physical_units import same_unit, split_unit
 
-# Longer digit strings aren't answers, and exact arithmetic on them costs more than a reward may.
+# Longer digit strings aren't answers, and exact arithmetic on them is too expensive for a reward.
 _MAX_NUMBER_CHARACTERS = 100
 _SIGN = r"[+-]?"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -57,10 +57,10 @@ class Number:
     is_percent: bool = False
     unit: str = ""
     name: str = ""
-    """the variable that it is the value of, where one is named"""
+    """name of the variable that has this value, if any"""
 
     def equals(self, other: Number) -> bool:
-        """Exact equality, and no two different units or names; 50% is 50 and also 0.5, unless both are percentages."""
+        """Compare exactly; no differing units or names; 50% is 50 and also 0.5, unless both are percentages."""
         if not same_unit(self.unit, other.unit) or (self.name and other.name and self.name != other.name):
             return False
         if self.value == other.value:
@@ -72,10 +72,10 @@ class Number:
 
 
 def is_same_number(completion: str, reference: str) -> bool:
-    """Whether a completion's final answer is the reference's number.
+    """Return True if a completion's final answer is the reference's number.
 
-    The final answer is what the last `#### x` or `\\boxed{x}` holds, or else the last number in the text. A reference
-    may be a worked solution that marks its answer. Raises ValueError if the reference isn't a number.
+    The final answer is the last `#### x` or `\\boxed{x}`, or else the last number in the text. A reference may be a
+    worked solution that marks its answer. Raises ValueError if the reference isn't a number.
     """
     marked_reference = marked_answer(reference)
     target = parse_number(reference if marked_reference is None else marked_reference)
@@ -89,20 +89,20 @@ def is_same_number(completion: str, reference: str) -> bool:
 
 
 def unmarked_number(text: str) -> str | None:
-    """The last line where that is a number, with its unit; or else the last number as written in the text."""
+    """Return the last line if it is a number, with its unit; else the last number as written in the text."""
     line = text.strip().rpartition("\n")[2]
     return line if parse_number(line) is not None else last_number(text)[0]
 
 
 def last_number(text: str) -> tuple[str | None, int]:
-    """The last number, fraction or percentage as written in the text, and how many characters follow it."""
+    """Return the last number, fraction or percentage as written, and the number of characters after it."""
     text = respelled(text)
     found = list(_NUMBER.finditer(text))
     return (found[-1].group(), len(text) - found[-1].end()) if found else (None, len(text))
 
 
 def parse_number(text: str) -> Number | None:
-    """The value of a text that is one number, with or without a currency, percent sign, unit or `x =`; else None."""
+    """Return the value of a text that is one number, perhaps with currency, percent, unit or `x =`; else None."""
     if len(text) > 2 * _MAX_NUMBER_CHARACTERS:
         return None
     bare, unit = split_unit(respelled(text).strip(" \t\n*_").rstrip(".").strip())
@@ -152,7 +152,7 @@ def _fraction(decimal: str) -> Fraction:
 
 
 def respelled(text: str) -> str:
-    """The text with one spelling of minus signs, thousands separators, spaces and fractions; delimiters are dropped."""
+    """Normalise minus signs, thousands separators, spaces and fractions; drops delimiters."""
     for spelling, plain in _SPELLINGS:
         text = text.replace(spelling, plain)
     for space, plain in _SPACES:

@@ -11,7 +11,7 @@ _TEXT_UNIT = re.compile(
 )
 _PLAIN_UNIT = re.compile(rf"(?<=[\d)}}%])\s+(?P<words>{_WORDS})(?:\^\s*\{{?(?P<power>[23])\}}?)?$")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\\text\{\s*°\s*\})$")
-# Words that change the answer before them are no unit: a closed class, where units are an open one.
+# Words that change the answer before them aren't units: they are a closed class, units an open one.
 _NO_UNIT = frozenset(
     "about all alpha also an and any arccos arcsin arctan are as at base beta billion but by cos cot csc d dozen "
     "dozens e each either else equals false fifth fifths first for fourth fourths from gamma half halves hundred "
@@ -34,7 +34,7 @@ _SHORT = frozenset("am pm sq per of cup day man egg toy pie ton car cat dog box 
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """The text without the unit at its end, and that unit in one spelling, or an empty string."""
+    """Return the text without the unit at its end, and that unit in one spelling, or an empty string."""
     degrees = _DEGREES.search(text)
     if degrees and degrees.start() > 0:
         return text[: degrees.start()].strip(), "degree"
@@ -69,5 +69,5 @@ def _singular(word: str) -> str:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two units may name the same thing: an answer may leave its unit out, but not have another one."""
+    """Return True if two units may be the same: an answer may omit its unit, but not have another one."""
     return not one or not other or one == other

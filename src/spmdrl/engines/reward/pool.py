@@ -1,4 +1,4 @@
-"""Rewards while other work goes on: calls are submitted, scored in processes that can be killed, and collected."""
+"""Asynchronous rewards: calls are submitted, scored in processes that can be killed, and collected."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from spmdrl.runtime.workers.strikes import Strikes
 from spmdrl.runtime.workers.verdict import FAILURES, Verdict
 
 FIRST_ROWS = 8
-"""so many failures, without a row that has a reward, leave no hope for the others"""
+"""rows that all fail before the run is given up"""
 
 
 @dataclass
 class _ScoresOfCalls:
-    """The answers of reward calls, the scores of each function, counted while all of them fail."""
+    """Reads each function's scores from reward workers' messages, and counts failures until a row succeeds."""
 
     num_functions: int
     num_failed: int = 0
@@ -60,7 +60,7 @@ class RewardPool:
         self.call_level = config.call_level
         self.names = function_names(config.functions)
         self._weights = config.function_weights
-        # No process is needed to call nothing.
+        # No process is needed without functions.
         is_inline = runs_inline(config.isolation) or not config.functions
         self._functions = load_functions(config.functions, config.code) if is_inline else None
         setup = WorkerSetup(
@@ -92,7 +92,7 @@ class RewardPool:
         self.close()
 
     def submit(self, calls: Mapping[Hashable, RewardCall]) -> None:
-        """Ask for the rewards of some calls, each under a key of the caller's."""
+        """Request the rewards of some calls, each under a key of the caller's."""
         self._calls.submit(
             [
                 Call(key, _message_of(call), call.num_rows, call.num_rows * self._seconds_per_row, call.subject)
@@ -101,14 +101,14 @@ class RewardPool:
         )
 
     def collect(self, keys: Sequence[Hashable]) -> list[RewardResult]:
-        """Wait for the results of these calls and take them out, in the order of `keys`.
+        """Wait for the results of these calls and remove them, in the order of `keys`.
 
-        Waits at most the time of each call that is before them or with them in a worker's queue.
+        Waits at most the timeouts of calls before or with them in a worker's queue.
         """
         return [self._combined(key, scores) for key, scores in zip(keys, self._calls.collect(keys), strict=True)]
 
     def came_at(self, keys: Sequence[Hashable]) -> float:
-        """Wait for the results of these calls; returns the `time.perf_counter` at which the last of them came."""
+        """Wait for the results of these calls; returns the `time.perf_counter` of the last one."""
         return self._calls.wait(keys) or 0.0
 
     def _combined(self, key: Hashable, scores: list[FunctionScores]) -> RewardResult:
@@ -117,17 +117,17 @@ class RewardPool:
         return combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
 
     def hopeless(self) -> str | None:
-        """The first error, where all rows so far have failed, `FIRST_ROWS` of them or more, and that isn't allowed."""
+        """Return the first error if all rows so far, at least `FIRST_ROWS`, have failed and that isn't allowed."""
         answers = self._answers
         is_one = not answers.has_scored and answers.num_failed >= FIRST_ROWS and self._max_error_rate < 1
         return answers.error if is_one else None
 
     def columns_taken(self) -> dict[str, list[str]]:
-        """By function, its parameters for columns of the data: `level`, `level=` with a default, `**` for all."""
+        """Return each function's column parameters: `level`, `level=` with a default, `**` for all."""
         return read_columns(self._calls.facts) if self._functions is None else columns_taken(self._functions)
 
     def close(self) -> None:
-        """End the reward processes with all that they started; results not yet collected stay, calls are given up."""
+        """End the reward processes and their children; uncollected results stay, calls are cancelled."""
         self._calls.close()
         for function in self._functions or ():
             function.close()
@@ -136,7 +136,7 @@ class RewardPool:
         assert self._functions is not None
         call = RewardCall(**message)
         if not self._functions:
-            # A reward model alone rewards these rows.
+            # Only a reward model rewards these rows.
             return [FunctionScores([0.0] * call.num_rows, [Verdict.SCORED] * call.num_rows)]
         return self._answers.counted([score(function, call) for function in self._functions])
 

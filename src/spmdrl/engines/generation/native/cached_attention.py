@@ -1,4 +1,4 @@
-"""Attention over the paged cache: of one new token per row, and of prompt chunks.
+"""Attention over the paged cache: for one new token per row, and for prompt chunks.
 
 Shape letters: `T` packed tokens, `B` rows, `C` blocks of a table, `S` cached positions, `H` query heads, `J` key and
 value heads, `F` query heads that share one, `K` head size of queries and keys, `U` head size of values, `Q` queries of
@@ -19,7 +19,7 @@ from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.nouns.batch import offsets_of
 
 # Queries per tile: short enough for short prompts not to be mostly padding, long enough for few attention calls.
-# Kinds of device that aren't named here cut no rows that begin at position 0.
+# Kinds of device without an entry don't cut rows that begin at position 0.
 WHOLE_ROW_TILES = {"cpu": 32}
 _LATER_TILE = 128
 # Positions before this attend one by one where blocks are read where they lie: tiles of short prompts are mostly
@@ -28,9 +28,9 @@ ONE_BY_ONE = {"cpu": 64}
 
 
 class DecodeAttention:
-    """Attend from one new token of each row to its cached positions, the new one included; an `Attend`.
+    """Attend from one new token per row to its cached positions, the new one included; an `Attend`.
 
-    No size follows from what tables or lengths hold.
+    Shapes don't depend on the content of tables or lengths.
     """
 
     def __init__(self, cache: PagedCache, tables_BC: Tensor, lengths_B: Tensor):
@@ -57,7 +57,7 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class Span:
-    """The positions [start, stop) of one row, whose blocks `table` hold all that is before them."""
+    """Positions [start, stop) of one row, whose blocks `table` hold all earlier ones."""
 
     table: Sequence[int]
     start: int
@@ -66,25 +66,24 @@ class Span:
 
 @dataclass(frozen=True)
 class _Tile:
-    """The same tile of several rows."""
+    """A tile at the same place in several rows."""
 
     tokens_BQ: Tensor
-    """Which packed token each query is; where a row has none there, some other token."""
+    """Packed index of each query's token; any token for queries without one."""
     tables_BC: Tensor
     own_slots: Tensor
-    """The queries, of [B x Q], that have a token of their own."""
+    """Queries, of [B x Q], with a token of their own."""
     own_tokens: Tensor
-    """That token of each."""
+    """The token of each such query."""
     mask_QS: Tensor
 
 
 class PrefillAttention:
     """Write the keys and values of packed spans into the cache and attend from them; an `Attend`.
 
-    On a CPU a row's first tokens attend as decoded ones do, in the exact mode all of them; those behind them are cut in
-    tiles at fixed positions, and a tile always meets the keys up to its own end. So a token's attention is rounded
-    alike however its row is cut in spans and whatever is beside it.
-    On accelerators that holds for spans behind cached ones; spans from position 0 use the kernel for whole rows.
+    On a CPU a row's first tokens attend like decoded ones, in the exact mode all of them; later ones are cut in tiles
+    at fixed positions, and a tile always meets the keys up to its own end. So a token's attention has the same rounding
+    however its row is cut in spans and whatever is computed beside it.
     """
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span]):
@@ -119,7 +118,7 @@ class PrefillAttention:
             attended_BHU = ops.paged_attention(q_BHK, *self._cache.stored(layer), first.tables_BC, first.lengths_B)
             out_THU.index_copy_(0, first.tokens_B, attended_BHU)
         for tile in self._tiles:
-            # Read after all was written: rows may share blocks that this very forward fills.
+            # Read after all is written: rows may share blocks that this forward fills.
             keys_BSJK, values_BSJU = self._cache.read(layer, tile.tables_BC)
             attended_BHQU = ops.masked_attention(
                 q_THK[tile.tokens_BQ].transpose(1, 2),
@@ -136,13 +135,13 @@ class _FirstTokens:
     """Tokens that attend one by one."""
 
     tokens_B: Tensor
-    """Which packed tokens they are."""
+    """Packed indexes of the tokens."""
     tables_BC: Tensor
     lengths_B: Tensor
 
     @classmethod
     def of(cls, spans: Sequence[Span], num_first: int, device: torch.device) -> _FirstTokens | None:
-        """Those at the first positions of rows; None where there are none."""
+        """Select the tokens at the first positions of rows; None without any."""
         offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
         places = [range(span.start, min(span.stop, num_first)) for span in spans]
         tokens = [
@@ -165,7 +164,7 @@ def _places(span: Span) -> range:
 
 
 def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.device, *, start: int = 0) -> list[_Tile]:
-    """Cut spans from position `start` on in tiles of `width`; those that are the same number of tiles away are one."""
+    """Cut spans from position `start` in tiles of `width`; tiles at the same distance from it are joined."""
     offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
     members: dict[int, list[int]] = {}
     for number, span in enumerate(spans):
@@ -180,7 +179,7 @@ def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.dev
             for values in zip(*((spans[i].start, spans[i].stop, offsets[i]) for i in numbers), strict=True)
         )
         tokens_BQ = offsets_B1 + positions_Q.clamp(starts_B1, stops_B1 - 1) - starts_B1
-        # On the host: a device would have to be waited for, in every layer, to count them.
+        # On the host: a device would wait in every layer to count them.
         own_slots = ((positions_Q >= starts_B1) & (positions_Q < stops_B1)).flatten().nonzero().squeeze(1)
         padding = [SCRATCH_BLOCK] * num_blocks
         tables = [[*spans[i].table, *padding][:num_blocks] for i in numbers]

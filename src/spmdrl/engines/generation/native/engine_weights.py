@@ -1,9 +1,9 @@
-"""The engine's weights: storages that are freed and taken back, packed for decoding, or borrowed.
+"""The engine's weights: storages that are freed and reallocated, packed for decoding, or borrowed.
 
     plain (to be filled, borrowed) --pack--> packed (to be used) --wake, borrow, sleep--> plain
 
-Packed are those of linear layers, in the layout in which decoding steps read them fastest. Layers that have
-the same input become one product. Where no layout is faster than the plain one, nothing is packed.
+Linear layers are packed, in the layout that decoding steps read fastest. Layers with the same input become one product.
+If no layout is faster than the plain one, nothing is packed.
 
 Shape letters: `B` rows, `D` inputs of a linear layer, `V` vocabulary or this rank's part of it.
 """
@@ -25,12 +25,11 @@ from spmdrl.engines.models.lora import AdaptedLinear
 class FreeableWeights:
     """All parameters and buffers of a module built on the meta device, each in a storage of its own while it is awake.
 
-    The Parameter objects stay the same over sleeps. A module whose weights sleep must not run: that is a segmentation
-    fault, not an exception.
+    Parameter objects survive sleeps. Running a module whose weights sleep is a segmentation fault, not an exception.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype):
-        """Hold parameters in `dtype`; buffers keep their own, which they were given for a reason."""
+        """Hold parameters in `dtype`; buffers keep theirs, which was chosen on purpose."""
         self._module = module.requires_grad_(False)
         parameters = dict(module.named_parameters())
         weights = module.state_dict()
@@ -48,23 +47,23 @@ class FreeableWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device now, without what is borrowed."""
+        """Bytes on the device now, without borrowed storages."""
         return sum(weight.untyped_storage().nbytes() for weight in self._own.values())
 
     @property
     def are_awake(self) -> bool:
-        """Whether every weight has its storage."""
+        """True if every weight has its storage."""
         return not self._asleep
 
     def wake(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Allocate these weights, or all, uninitialised, where they aren't there; returns all weights by name."""
+        """Allocate these weights, or all, uninitialised, unless allocated; returns all weights by name."""
         for name in self._asleep.intersection(self._own if names is None else names):
             self._own[name].untyped_storage().resize_(self._own[name].nbytes)
             self._asleep.remove(name)
         return self._own | self._borrowed
 
     def borrow(self, weights: Mapping[str, Tensor]) -> None:
-        """Use these tensors in place of own storage until the next sleep; they are only read."""
+        """Use these tensors instead of own storage until the next sleep; they are only read."""
         for name, weight in weights.items():
             own = self._own[name]
             assert (weight.shape, weight.dtype) == (own.shape, own.dtype), (name, weight.shape, weight.dtype)
@@ -74,12 +73,12 @@ class FreeableWeights:
         self._point(self._borrowed)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Leave these weights, which are filled and no longer change, awake for good."""
+        """Leave these weights, which are filled and final, awake for good."""
         self._kept = frozenset(names)
-        assert not self._kept & (self._asleep | self._borrowed.keys()), "what is asleep or borrowed can't be kept"
+        assert not self._kept & (self._asleep | self._borrowed.keys()), "asleep or borrowed weights can't be kept"
 
     def sleep(self) -> None:
-        """Free the storages, even if they are still referenced, but for those kept; give back what was borrowed."""
+        """Free the storages, even if still referenced, except kept ones; release borrowed tensors."""
         self._point({name: self._own[name] for name in self._borrowed})
         self._borrowed = {}
         self._asleep = set(self._own) - self._kept
@@ -87,16 +86,16 @@ class FreeableWeights:
             self._own[name].untyped_storage().resize_(0)
 
     def _point(self, weights: Mapping[str, Tensor]) -> None:
-        """Have the module's parameters and buffers read from these tensors."""
+        """Make the module's parameters and buffers read from these tensors."""
         held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
         for name, weight in weights.items():
             held[name].data = weight
 
 
 class PackedWeights(FreeableWeights):
-    """Freeable weights of a decoder on the meta device, whose linear layers run packed from `pack` on.
+    """Freeable weights of a decoder on the meta device, whose linear layers run packed after `pack`.
 
-    A packed weight has no other storage, unless it is borrowed or used elsewhere too, as a tied head is.
+    A packed weight has no other storage, unless it is borrowed or also used elsewhere, like a tied head.
     """
 
     def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype):
@@ -113,16 +112,16 @@ class PackedWeights(FreeableWeights):
 
     @property
     def are_packed(self) -> bool:
-        """Whether all linear layers run packed."""
+        """True if all linear layers run packed."""
         return all(product.is_packed for product in self.products)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        """The head, tied or not, of hidden states [B, V]."""
+        """Apply the head, tied or not, to hidden states [B, D]; returns [B, V]."""
         (logits_BV,) = self._head(hidden_BD)
         return logits_BV
 
     def pack(self) -> None:
-        """Pack what isn't yet; the weights must be awake and filled."""
+        """Pack unpacked layers; the weights must be awake and filled."""
         if self._is_packed:
             return
         for product in self.products:
@@ -143,7 +142,7 @@ class PackedWeights(FreeableWeights):
         super().borrow(weights)
 
     def sleep(self) -> None:
-        # A layer that is kept may share its product with one that isn't, as one that was borrowed.
+        # A kept layer may share its product with one that isn't, such as a borrowed one.
         self._unpack(self._kept)
         super().sleep()
 
@@ -151,11 +150,11 @@ class PackedWeights(FreeableWeights):
         return {self._name_of[id(weight)] for weight in product.weights}
 
     def _changing(self) -> list[Product]:
-        """The products of weights that aren't all kept."""
+        """Return the products whose weights aren't all kept."""
         return [product for product in self.products if not self._names(product) <= self._kept]
 
     def _unpack(self, names: Set[str] | None = None) -> None:
-        """Drop the products of weights that aren't all kept; these weights, or all, get plain storages with values."""
+        """Drop the products whose weights aren't all kept; these weights, or all, get plain storages with values."""
         wanted = (self._own.keys() if names is None else names) - self._borrowed.keys()
         for product in self._changing():
             lacking = {name for name in self._names(product) & wanted if not self._own[name].untyped_storage().nbytes()}
@@ -170,7 +169,7 @@ class PackedWeights(FreeableWeights):
 
 
 class Product:
-    """Linear layers of the same input: one product where they are packed, else one each."""
+    """Linear layers of the same input: one product if they are packed, else one each."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class Product:
     def _own_outputs(self, rows_BD: Tensor) -> Sequence[Tensor]:
         if self.is_packed:
             outputs = self.packed(rows_BD)
-            # Not split(), whose Python takes as long as a small product.
+            # Not split(), whose Python overhead equals a small product.
             return (outputs,) if len(self._sizes) == 1 else outputs.split_with_sizes(self._sizes, dim=-1)
         return [ops.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
 
@@ -210,7 +209,7 @@ class Product:
         return 0 if self._packed is None else self._packed.num_bytes
 
     def packed(self, rows_BD: Tensor) -> Tensor:
-        """All layers' outputs beside each other, of packed layers."""
+        """Return the packed layers' outputs, concatenated."""
         assert self._packed is not None, "the product isn't packed"
         return self._packed(rows_BD)
 
@@ -219,7 +218,7 @@ class Product:
         self._packed = ops.blocked_linear(_joined(self.weights), _joined(biases) if biases else None)
 
     def unpacked(self) -> Sequence[Tensor]:
-        """What the weights held when they were packed, or nothing if they aren't."""
+        """Return the weights' values when they were packed, or nothing if they aren't."""
         return () if self._packed is None else self._packed.weight().split(self._sizes)
 
     def drop(self) -> None:
@@ -227,7 +226,7 @@ class Product:
 
 
 def _installed(decoder: Decoder) -> Iterator[Product]:
-    """Have the linear layers below the head run as products; yields these."""
+    """Install products in place of the linear layers below the head; yields them."""
     joined: set[nn.Module] = set()
     for module in decoder.modules():
         layers: tuple[Linear, ...] = ()

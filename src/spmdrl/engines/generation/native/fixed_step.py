@@ -1,7 +1,7 @@
 """A decoding step of fixed sizes at fixed addresses, which takes nothing from the host while it runs.
 
-What it reads is one block of integers, copied to the device at once, and the tokens that the step before left there. So
-it can be captured as a graph, and the next one can be started before the host has read what this one drew.
+Its inputs are one block of integers, copied to the device at once, and the tokens that the previous step left there. So
+it can be captured as a graph, and the next one can start before the host has read this one's tokens.
 
 Shape letters: `B` rows, padded, `C` blocks of a table, padded, `V` vocabulary.
 """
@@ -30,23 +30,23 @@ _LEAST_ROWS = 4
 
 @dataclass(frozen=True)
 class StepShape:
-    """What is fixed in a step; each has a graph of its own."""
+    """Fixed sizes of a step; each shape has a graph of its own."""
 
     num_rows: int
     width: int
-    """Blocks of a table."""
+    """Number of blocks in a table."""
     sampling: SamplingKinds
 
 
 def padded_rows(num_rows: int) -> int:
-    """The least of 4, 8, 12, 16, 24, 32, 48, 64, 96, ... that is not below: at most a third of it is padding."""
+    """Round up to one of 4, 8, 12, 16, 24, 32, 48, 64, 96, ...: at most a third is padding."""
     quarter = -(-num_rows // _LEAST_ROWS)
     power = 1 << max(quarter - 1, 0).bit_length()
     return _LEAST_ROWS * (power * 3 // 4 if power >= 4 and quarter <= power * 3 // 4 else power)
 
 
 def padded_width(num_blocks: int) -> int:
-    """The least of 16, 64, 256, ... that is not below: what no row fills costs next to nothing."""
+    """Round up to one of 16, 64, 256, ...: unused columns cost next to nothing."""
     width = _LEAST_WIDTH
     while width < num_blocks:
         width *= 4
@@ -55,23 +55,23 @@ def padded_width(num_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class FedRow:
-    """A row of a step: its newest token is given, or is what another step drew, at this place, and left here."""
+    """A row of a step: its newest token is given, or still on the device at this place of the previous step."""
 
     row: Row
     source: int | None
 
 
 class StepIntegers:
-    """What steps are fed, written on the host; kept from one to the next, since most tables stay as they are."""
+    """A step's integers, written on the host; kept between steps, since most tables don't change."""
 
     def __init__(self, max_rows: int, width: int):
         self._integers = torch.zeros((padded_rows(max_rows), _TABLE + width), dtype=torch.int32)
         self._numbers = self._integers.numpy()
         self._written: list[tuple[Row, int, int] | None] = [None] * len(self._integers)
-        """The row of each place, and the length and last block of its table; None where the place is padding."""
+        """Row of each place, with the length and last block of its table; None for padding."""
 
     def fill(self, rows: Sequence[FedRow], num_rows: int) -> Tensor:
-        """Integers [B, 3 + C] of these rows, valid until the next call; padding writes into the scratch block."""
+        """Write integers [B, 3 + C] of these rows, valid until the next call; padding writes into the scratch block."""
         numbers, fed = self._numbers, [row.row for row in rows]
         for place, row in enumerate(fed):
             table = row.table
@@ -95,7 +95,7 @@ class StepIntegers:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a step reads and writes, for the most rows."""
+    """Inputs and outputs of steps, for the most rows."""
 
     integers: Tensor
     tokens_B: Tensor
@@ -128,12 +128,12 @@ class FixedStep:
         max_rows: int,
         never: Tensor | None = None,
     ):
-        """`logits` gives those [B, V] of tokens, positions and attention; `make_room` takes memory."""
+        """`logits` returns [B, V] for tokens, positions and attention; `make_room` allocates memory."""
         self._logits = logits
         self._cache = cache
         self._max_rows = padded_rows(max_rows)
         self.width = 0
-        """Blocks of the tables that there is room for."""
+        """Blocks per table that the memory has room for."""
         self._device = device
         self._never = never
         self._held: _Buffers | None = None
@@ -144,7 +144,7 @@ class FixedStep:
 
     @property
     def drawn(self) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs of the newest step's rows, where it leaves them."""
+        """Tokens and log-probs of the newest step's rows, at their fixed addresses."""
         return self._buffers.tokens_B, self._buffers.logprobs_B
 
     @property
@@ -153,7 +153,7 @@ class FixedStep:
         return self._held
 
     def make_room(self, width: int) -> bool:
-        """Take memory for tables of `width` blocks; returns whether addresses changed, and with them all contents."""
+        """Allocate for tables of `width` blocks; returns True if addresses changed, which loses all contents."""
         if self._held is not None and width <= self.width:
             return False
         self._held, self.width = _Buffers.of(self._max_rows, width, self._device), width
@@ -164,16 +164,16 @@ class FixedStep:
         self._held = None
 
     def feed(self, integers: Tensor) -> None:
-        """Take what the next step is fed (`StepIntegers`), from pinned memory without waiting for the copy."""
+        """Copy the next step's input (`StepIntegers`) from pinned memory without waiting."""
         self._integers(*integers.shape).copy_(integers, non_blocking=True)
 
     def set_sampling(self, sampling: RowSampling) -> None:
-        """Draw the first rows so from the next step on."""
+        """Set the sampling of the first rows from the next step on."""
         for own, given in zip(self._buffers.sampling.columns, sampling.columns, strict=True):
             own[: len(given)].copy_(given)
 
     def __call__(self, shape: StepShape) -> None:
-        """Run with what was fed; fills the first rows of what was drawn."""
+        """Run on the fed input; fills the first rows of `drawn`."""
         num_rows, integers = shape.num_rows, self._integers(shape.num_rows, _TABLE + shape.width)
         tokens_B, logprobs_B = (values[:num_rows] for values in self.drawn)
         source_B, lengths_B = (integers[:, column].to(torch.int64) for column in (_SOURCE, _LENGTH))

@@ -1,7 +1,7 @@
 """One rank's part of a decoder over its part of the paged KV cache: the forwards of the native engine.
 
-Under tensor parallelism a rank has some of the heads, columns and tokens of the vocabulary, and all logits in the end;
-with experts spread over ranks, tokens go to them and come back.
+Under tensor parallelism a rank has some of the heads, columns and tokens of the vocabulary, and in the end all logits;
+with experts spread over ranks, tokens are sent to them and back.
 
 Shape letters: `B` rows, or groups of them, `T` packed tokens, `V` vocabulary, `D` model width, `A` ranks of the tensor
 axis.
@@ -41,7 +41,7 @@ _ROWS_AT_A_TIME = 4
 
 
 class CachedDecoder:
-    """A decoder's part on this rank, its weights and its cache; both are asleep at first.
+    """A rank's part of a decoder, its weights and its cache; both start asleep.
 
     Collective over the ranks of the mesh's axes: they run the same forwards in the same order.
     """
@@ -79,7 +79,7 @@ class CachedDecoder:
         self._vocabulary = VocabularyPart.of(config.vocab_size, mesh.tensor)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Fill the blocks of these chunks and leave the last logits in the groups that they end; none still runs."""
+        """Fill these chunks' blocks and set the logits of groups that end with them; no other chunk may be running."""
         logits_BV = self._chunk_logits(chunks)
         for chunk, logits_V in zip([chunk for chunk in chunks if chunk.is_last], logits_BV, strict=True):
             chunk.group.logits_V = logits_V
@@ -91,11 +91,11 @@ class CachedDecoder:
                 taken_TLC = taken_TLC[chunk.num_tokens :]
 
     def decode(self, fed: Sequence[FedToken]) -> Tensor:
-        """Feed tokens, each behind those of its row before it; returns the logits [B, V] of the next, float32.
+        """Feed tokens, each after its row's earlier ones; returns the next logits [B, V], float32.
 
         None still runs.
         """
-        # A multiple, because a CPU's silu rounds elements that don't fill a whole vector differently from the rest.
+        # A multiple, because a CPU's silu rounds elements beyond whole vectors differently.
         lacking = max(-len(fed) % _ROWS_AT_A_TIME, self._least_rows() - len(fed))
         lengths = [1] * lacking + [token.length for token in fed]
         tables = [[SCRATCH_BLOCK]] * lacking + [token.row.table for token in fed]
@@ -113,12 +113,12 @@ class CachedDecoder:
         return logits_BV[lacking:].float()
 
     def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend, route: Route | None = None) -> Tensor:
-        """Logits [B, V] of a decoding step whose inputs are on the device."""
+        """Return logits [B, V] of a decoding step whose inputs are on the device."""
         self._settle_weights()
         return self._decoder(tokens_B, positions_B, attend, lambda hidden_BD, _: self._logits(hidden_BD), route)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs, float32, of the tokens of each row but its first, each given those before it; no cache is used."""
+        """Return log-probs, float32, of each row's tokens but the first, given those before; no cache is used."""
         tokens = [token for row in rows for token in row]
         padded = [*rows, [0] * max(LEAST_ROWS - len(tokens), 0)]
         offsets = torch.tensor([0, *itertools.accumulate(map(len, padded))])
@@ -137,7 +137,7 @@ class CachedDecoder:
         return [logprobs[:-1] for logprobs in logprobs_T.split([len(row) for row in rows])]
 
     def _chunk_logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits [B, V] of the last position of each group that ends with its chunk."""
+        """Return logits [B, V] of the last position of each group that ends with its chunk."""
         tokens = [token for chunk in chunks for token in chunk.group.token_ids[chunk.start : chunk.stop]]
         spans = [Span(chunk.group.table, chunk.start, chunk.stop) for chunk in chunks]
         lacking = max(LEAST_ROWS - len(tokens), 0)
@@ -169,7 +169,7 @@ class CachedDecoder:
         )
 
     def _least_rows(self) -> int:
-        """Rows of a step with fewer would be rounded otherwise."""
+        """Least rows per step; with fewer, rounding would differ."""
         self._settle_weights()
         return _ROWS_AT_A_TIME if self.weights.are_packed else LEAST_ROWS
 
@@ -178,7 +178,7 @@ class CachedDecoder:
             self.weights.pack()
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
-        """All logits [B, V], the same bits on every rank of the tensor axis."""
+        """Return all logits [B, V], the same bits on every rank of the tensor axis."""
         vocabulary = self._vocabulary
         logits_BV = self.weights.logits(hidden_BD)
         if vocabulary.axis.size == 1:

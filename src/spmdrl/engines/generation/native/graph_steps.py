@@ -33,10 +33,10 @@ class Graph(Protocol):
     """A captured step."""
 
     num_bytes: int
-    """Of tensors that it keeps; what the pool reserves for those in between is the allocator's, as its cache is."""
+    """Bytes of tensors that it keeps; the pool's reserve for intermediates belongs to the allocator, like its cache."""
 
     def replay(self) -> None:
-        """Run it once more, on the current stream."""
+        """Run the step once more, on the current stream."""
         ...
 
 
@@ -76,7 +76,7 @@ class _CudaGraph:
 
 
 CAPTURES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaCapture}
-"""What captures on a kind of device; other kinds have no graphs."""
+"""Capture class per kind of device; other kinds have no graphs."""
 
 
 class GraphSteps:
@@ -94,11 +94,11 @@ class GraphSteps:
         return sum(graph.num_bytes for graph in self._graphs.values())
 
     def lacks(self, shape: StepShape) -> bool:
-        """Whether the shape is to be captured before it can be replayed."""
+        """Return True if the shape must be captured before it can be replayed."""
         return shape not in self._graphs
 
     def capture(self, shape: StepShape) -> None:
-        """Capture a step whose inputs are padding; what it would write is written if the shape is new."""
+        """Capture a step whose inputs are padding; a new shape also runs once."""
         if self._capture is None:
             self._capture = CAPTURES[self._device.type](self._device)
         if shape not in self._warm:
@@ -125,7 +125,7 @@ class GraphSteps:
 def _why_no_graphs(
     rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device
 ) -> str | None:
-    """Why a decoder's steps can't be captured here, or None if they can."""
+    """Return why a decoder's steps can't be captured here, or None if they can."""
     if device.type not in CAPTURES:
         return f"graphs are captured on {' and '.join(CAPTURES)} alone, and the device is {device.type}"
     if config.moe is not None:
@@ -138,7 +138,7 @@ def _why_no_graphs(
 
 
 def wants_graphs(rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device) -> bool:
-    """Whether decoding steps run as graphs. Raises ValueError, with a way out, where they must and can't."""
+    """Return True if decoding steps run as graphs. Raises ValueError if they must and can't."""
     if rollout.cuda_graphs is False:
         return False
     reason = _why_no_graphs(rollout, config, layout, device)

@@ -1,7 +1,7 @@
 """The native engine: the trainer's own decoder over a paged KV cache, in this process.
 
-Each step admits waiting groups and runs the next chunks of what they start from, packed in one forward (a prompt once,
-whatever the size of its group), then decodes one token of every running row in one more forward. The ranks of a replica
+Each step admits waiting groups and runs the next chunks of their prompts, packed in one forward (once per prompt,
+whatever the size of its group), then decodes one token of every running row in another forward. The ranks of a replica
 do so in lockstep: they take the same requests, and every rank has all logits and draws the same tokens.
 """
 
@@ -32,7 +32,7 @@ from spmdrl.resources.mesh import GenerationMesh, lone_generation_mesh
 class NativeEngine:
     """Continuous batching on one replica's ranks; a `GenerationEngine`.
 
-    Its ranks submit the same requests, and step together; so do the replicas that share experts.
+    Its ranks submit the same requests and step together; so do replicas that share experts.
     """
 
     wants_iterator: ClassVar[bool] = False
@@ -51,8 +51,8 @@ class NativeEngine:
     ):
         """Without a mesh the rank has whole weights.
 
-        With a recorder, which only sparse models can have, responses bring the experts that their tokens went to.
-        Stop strings need `decode`, the text of tokens; ids without a token are never drawn.
+        With a recorder, which only sparse models can have, responses include their tokens' experts. Stop strings need
+        `decode`, the text of tokens; ids without a token are never drawn.
         """
         if rollout.engine_kwargs:
             raise ValueError(
@@ -76,7 +76,7 @@ class NativeEngine:
                 self._forward.step_logits, self._cache, device, rollout.max_running_rows, self._drawer.never
             )
             self._pipeline = StepPipeline(step, device, self._drawer, rollout.max_running_rows)
-        # A recorder must see every token fed, so none may be taken from others' blocks.
+        # A recorder must see every fed token, so none may come from shared prefixes.
         self._steps = RowSteps(
             self._forward, self._drawer, self._pipeline, self._lockstep, rollout, shares_prefixes=recorder is None
         )
@@ -102,7 +102,7 @@ class NativeEngine:
 
     @property
     def _cache_grows(self) -> bool:
-        """Whether the cache holds what the submitted rows need; an accelerator's is taken whole, while it is free."""
+        """True if the cache grows with the submitted rows; an accelerator's is allocated whole."""
         return self._rollout.kv_cache_gib is None and self._device.type == "cpu"
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -192,5 +192,5 @@ class NativeEngine:
             raise RuntimeError(f"the engine can't {action}: its last step failed; abort gives back what it was doing")
 
     def _note_work(self) -> None:
-        """Find out whether replicas that share experts have rows to step for. Collective over them."""
+        """Check if replicas that share experts have rows to step for. Collective over them."""
         self._others_work = self._lockstep.most(self.num_unfinished) != [0]

@@ -1,4 +1,4 @@
-"""The paged KV cache: keys and values in blocks, how many there is room for, who holds which, and what they hold.
+"""The paged KV cache: keys and values in blocks, their number, holders and prefixes.
 
 A row's positions lie in blocks of `block_size` tokens, listed in its block table. The rows of a group share their
 prompt's blocks; a row copies the last, partly filled one before it writes into it.
@@ -25,7 +25,7 @@ from spmdrl.resources.memory import ask_for_huge_pages
 from spmdrl.resources.mesh import Axis
 from spmdrl.runtime.launch import read_launch_environment
 
-# Rows that only pad a batch read and write here; no request ever gets it.
+# Padding rows of a batch read and write here; no request ever gets it.
 SCRATCH_BLOCK = 0
 _ROOT = 0
 
@@ -49,12 +49,12 @@ class CacheShape:
 
 
 class PagedCache:
-    """Keys and values of every layer in blocks, in two storages that can be freed and taken back."""
+    """Keys and values of every layer in blocks, in two storages that can be freed and reallocated."""
 
     def __init__(self, shape: CacheShape, device: torch.device):
         self.shape = shape
         self.device = device
-        # Keys and values apart, since their heads may differ in size; each [layers, blocks, heads, block size, size].
+        # Separate storages, since their heads may differ in size; each [layers, blocks, heads, block size, size].
         self._heads_J = torch.arange(shape.num_kv_heads, device=device)
         self._stores: tuple[Tensor, ...] = ()
         self._keys: tuple[Tensor, ...] = ()
@@ -68,11 +68,11 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks and of the workspaces into which they are read."""
+        """Bytes of the blocks and of the workspaces for reads."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self._stores, *self._workspaces))
 
     def resize(self, num_blocks: int) -> None:
-        """Hold `num_blocks` blocks, keeping what the first ones hold; at 0 the storage is freed."""
+        """Resize to `num_blocks` blocks, keeping the first ones' content; 0 frees the storage."""
         old, sizes = self._stores, self.shape
         self._stores, self._keys, self._values = (), (), ()
         self._workspaces = [torch.empty(0, dtype=sizes.dtype, device=self.device) for _ in range(2)]
@@ -87,31 +87,31 @@ class PagedCache:
         self._keys, self._values = (store.unbind() for store in self._stores)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [blocks, J, block_size, K] and values [blocks, J, block_size, U] of a layer, where they lie."""
+        """Return views of a layer's keys [blocks, J, block_size, K] and values [blocks, J, block_size, U]."""
         return self._keys[layer], self._values[layer]
 
     def head_places(self, places_T: Tensor) -> Tensor:
-        """Where the heads [T x J] of these places lie in a layer; the same in all layers.
+        """Return the indexes of these places' heads [T x J] within a layer; the same in all layers.
 
         Places count tokens: block number x block size + place in the block.
         """
         size, num_heads = self.shape.block_size, self.shape.num_kv_heads
         blocks_T = places_T.div(size, rounding_mode="floor")
-        # Of head j, place p of block b is the one numbered (b x J + j) x block size + p.
+        # Head j of place p in block b has index (b x J + j) x block size + p.
         firsts_T = blocks_T * (size * (num_heads - 1)) + places_T
         return (firsts_T[:, None] + self._heads_J * size).flatten()
 
     def write(self, layer: int, head_places: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> None:
-        """Put keys and values at `head_places`."""
+        """Write keys and values at `head_places`."""
         self._keys[layer].flatten(0, 2).index_copy_(0, head_places, k_TJK.flatten(0, 1))
         self._values[layer].flatten(0, 2).index_copy_(0, head_places, v_TJU.flatten(0, 1))
 
     def read(self, layer: int, tables_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy out the keys [B, C x block_size, J, K], and the values alike, of the rows with these block tables.
+        """Copy out keys [B, C x block_size, J, K] and values, likewise, of the rows with these block tables.
 
-        Each head's positions lie together in memory, as attention reads them. The next read overwrites them.
+        Each head's positions are contiguous in memory, as attention reads them. The next read overwrites them.
         """
-        # Where the blocks of each head lie in a layer.
+        # Indexes of each head's blocks in a layer.
         head_blocks_BJC = tables_BC[:, None, :] * self.shape.num_kv_heads + self._heads_J[:, None]
         keys, values = (
             self._gather(number, store[layer], head_blocks_BJC)
@@ -120,7 +120,7 @@ class PagedCache:
         return keys, values
 
     def _gather(self, number: int, stored: Tensor, head_blocks_BJC: Tensor) -> Tensor:
-        """Copy blocks into the workspace of this number; returns them as a view of it."""
+        """Copy blocks into the workspace of this number; returns a view of it."""
         num_rows, num_heads, _ = head_blocks_BJC.shape
         numel = head_blocks_BJC.numel() * stored[0, 0].numel()
         if self._workspaces[number].numel() < numel:
@@ -139,10 +139,10 @@ class PagedCache:
 
 
 def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.device, axis: Axis) -> int:
-    """Blocks that the configured size, or the configured share of the memory, has room for now.
+    """Return the number of blocks that fit in the configured size or share of memory now.
 
-    Raises ValueError if that is less than two. Collective over the replica's ranks, whose schedulers decide alike:
-    all get the number of the one with the least room.
+    Raises ValueError if that is less than two. Collective over the replica's ranks, whose schedulers must agree: all
+    get the smallest number.
     """
     budget_bytes, source = _budget(rollout, device)
     num_blocks = budget_bytes // block_bytes
@@ -157,7 +157,7 @@ def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.de
 
 
 def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:
-    """Bytes for the cache of this rank, and the settings that they follow from."""
+    """Return bytes for the cache of this rank, and the settings that they follow from."""
     share = rollout.gpu_memory_utilization
     if rollout.kv_cache_gib is not None:
         return int(rollout.kv_cache_gib * 2**30), f"rollout.kv_cache_gib {rollout.kv_cache_gib}"
@@ -173,10 +173,10 @@ def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because masked attention multiplies what was never written by 0, and a NaN would survive that.
+    """Allocate zeros: masked attention multiplies unwritten values by 0, which a NaN would survive.
 
-    On a CPU they are fresh pages of the system, which it clears when they are first written: rows reserve blocks for
-    their longest response, but most end before, and what none of them reaches costs neither time nor memory.
+    On a CPU they are fresh pages of the system, cleared at first write: rows reserve blocks for their longest response,
+    but most end before, and unreached pages cost neither time nor memory.
     """
     num_bytes = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
@@ -186,15 +186,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     except OSError as failure:
         raise MemoryError(f"out of memory: a KV cache of {num_bytes} bytes ({failure.strerror})") from failure
     flat = torch.frombuffer(pages, dtype=dtype)
-    # Blocks are read from all over the store: of small pages, most would have to be looked up first.
+    # Reads are scattered over the whole store, and small pages would miss the TLB.
     ask_for_huge_pages(flat.data_ptr(), num_bytes)
     return flat.view(shape)
 
 
 class BlockPool:
-    """Who holds which block: numbers only. Block 0 is the scratch block, always taken.
+    """Holders of blocks: numbers only. Block 0 is the scratch block, always taken.
 
-    A block that no row holds is free; one whose content was remembered idles, and is handed out only when no other is
+    A block without holders is free; if its content was remembered, it idles, and is only handed out when no other is
     left, longest idle first. Until then it can be shared again.
     """
 
@@ -209,12 +209,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken, the idle ones included."""
+        """Blocks that can be taken, idle ones included."""
         return len(self._free) + len(self._idle)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`, the scratch block included."""
-        # The lowest number is handed out first, which keeps what is in use together.
+        # The lowest number is handed out first, which keeps used blocks together.
         self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
         self._holders.extend([0] * (num_blocks - self.num_blocks))
         self._fills.extend([0] * (num_blocks - self.num_blocks))
@@ -245,7 +245,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one holder of each block; a block without holders is free."""
-        # Last blocks first: of those that idle, a prefix is of use without what follows it, but not the other way.
+        # Last blocks first: among idle ones, a prefix is useful without its continuation, but not vice versa.
         for block in reversed(blocks):
             assert self._holders[block] > 0 and block != SCRATCH_BLOCK, f"block {block} is released too often"
             self._holders[block] -= 1
@@ -256,17 +256,17 @@ class BlockPool:
                     self._free.append(block)
 
     def remember(self, block: int) -> int:
-        """Let a held block idle when it is released; returns its `fill_of`, by which it is known."""
+        """Let a held block idle when it is released; returns its `fill_of`, which identifies the content."""
         assert self._holders[block] > 0, f"block {block} is free and holds nothing to remember"
         self._remembered.add(block)
         return self._fills[block]
 
     def fill_of(self, block: int) -> int:
-        """How often the block was taken: as long as that stays the same, so does what it was filled with."""
+        """Count how often the block was taken: its content changes only with this number."""
         return self._fills[block]
 
     def forget(self) -> None:
-        """Let nothing idle any more."""
+        """Free all idle blocks."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._remembered.clear()
@@ -274,19 +274,19 @@ class BlockPool:
 
 @dataclass(frozen=True)
 class _Known:
-    """A block, and the number that stands for its tokens and all before them."""
+    """A block, and the number of its prefix: its tokens and all before them."""
 
     number: int
     block: int
     fill: int
-    """How often the block had been taken when it got these tokens."""
+    """The block's `fill_of` when it got these tokens."""
 
 
 class PrefixCache:
-    """Which blocks hold which prefix; it holds none of them, so a block may be taken for something else.
+    """Blocks by prefix; it holds none of them, so they may be taken for something else.
 
-    Tokens themselves are compared, block by block: a block is looked up by its own tokens and by the number of the
-    prefix before it, which is never given twice.
+    Tokens themselves are compared, block by block: a block's key is its own tokens and the number of the prefix before
+    it; numbers are never reused.
     """
 
     def __init__(self, pool: BlockPool, block_size: int):
@@ -296,7 +296,7 @@ class PrefixCache:
         self._num_prefixes = 0
 
     def find(self, token_ids: Sequence[int]) -> list[int]:
-        """Blocks of the longest known prefix, held or idle; at least one token is left to compute."""
+        """Return the blocks of the longest known prefix, held or idle; at least one token is left to compute."""
         number, blocks = _ROOT, []
         for tokens in self._full_blocks(token_ids, len(token_ids) - 1):
             known = self._known.get((number, tokens))
@@ -307,7 +307,7 @@ class PrefixCache:
         return blocks
 
     def add(self, token_ids: Sequence[int], table: Sequence[int], num_computed: int) -> None:
-        """Remember the full ones of the blocks `table`, whose first `num_computed` tokens are there."""
+        """Remember the full blocks of `table`, whose first `num_computed` tokens are computed."""
         number = _ROOT
         for block, tokens in zip(table, self._full_blocks(token_ids, num_computed), strict=False):
             known = self._known.get((number, tokens))

@@ -1,4 +1,4 @@
-"""The steps of the native engine's rows: which run over which blocks of the cache, and what is drawn of them.
+"""Steps of the native engine's rows: which rows run over which blocks of the cache, and their drawn tokens.
 
 Shape letters: `B` rows, `V` vocabulary.
 """
@@ -20,7 +20,7 @@ from spmdrl.resources.mesh import Axis
 
 
 class Lockstep:
-    """The replicas that share experts: all must run a forward where one does; alone, it agrees with itself."""
+    """Replicas that share experts: all must run a forward if any does; a single one needs no exchange."""
 
     def __init__(self, axis: Axis, device: torch.device):
         self._axis = axis
@@ -31,14 +31,14 @@ class Lockstep:
         return self._axis.size == 1
 
     def most(self, *counts: int) -> list[int]:
-        """The largest of each count over the replicas. Collective over them."""
+        """Return the largest of each count over the replicas. Collective over them."""
         if self.is_alone:
             return list(counts)
         return self._axis.max(torch.tensor(counts, device=self._device)).tolist()
 
 
 class RowSteps:
-    """Starts rows, decodes a token of each running one a step, and ends them, in the blocks of one cache."""
+    """Starts rows, decodes one token per running row and step, and ends rows, in the blocks of one cache."""
 
     def __init__(
         self, forward: CachedDecoder, drawer: RowDrawer, pipeline: StepPipeline | None, lockstep: Lockstep,
@@ -46,9 +46,9 @@ class RowSteps:
     ):  # fmt: skip
         """With a `pipeline`, steps have a fixed shape, and one is started before the last one is read."""
         self.version = 0
-        """of the weights"""
+        """version of the weights"""
         self.is_mid_step = False
-        """True behind a step that failed"""
+        """True after a failed step"""
         self._forward = forward
         self._cache = forward.cache
         self._drawer = drawer
@@ -67,14 +67,14 @@ class RowSteps:
         )
 
     def open(self, num_blocks: int) -> None:
-        """Begin anew, without rows, over a cache of so many blocks."""
+        """Start over without rows, on a cache of this many blocks."""
         self._forget_graphs()
         self._cache.resize(num_blocks)
         self._new_schedule(num_blocks)
         self.is_mid_step = False
 
     def grow(self, num_blocks: int, *, most: int) -> None:
-        """Let the cache have so many blocks at least."""
+        """Grow the cache to at least this many blocks."""
         if num_blocks > self._cache.num_blocks:
             # By a quarter at least: growing copies, and requests may come one at a time.
             num_blocks = min(max(num_blocks, self._cache.num_blocks * 5 // 4), most)
@@ -83,7 +83,7 @@ class RowSteps:
             self._pool.grow(num_blocks)
 
     def forget_weights(self) -> None:
-        """Keep nothing that the weights computed, or that holds where they are: they may change from here on."""
+        """Drop everything computed from the weights or tied to their addresses: they may change from here on."""
         self.scheduler.forget_prefixes()
         self._forget_graphs()
 
@@ -103,14 +103,14 @@ class RowSteps:
             self._pipeline.drop()
         responses = self.scheduler.abort()
         if self.is_mid_step:
-            # What a step that failed left in the cache may not even be finite.
+            # A failed step's content of the cache may not even be finite.
             num_blocks = self._cache.num_blocks
             self._cache.resize(0)
             self.open(num_blocks)
         return responses
 
     def step(self) -> list[Response]:
-        """Start the rows that are admitted, and decode all that run; returns those that ended."""
+        """Start the admitted rows, and decode all running ones; returns the rows that ended."""
         self.is_mid_step = True
         responses = self._start_rows(self.scheduler.admit())
         if self.scheduler.running or not self._lockstep.is_alone:
@@ -120,13 +120,13 @@ class RowSteps:
 
     def _start_rows(self, admitted: Admitted) -> list[Response]:
         """Run the chunks, then draw the next token of each row that starts."""
-        # Replicas that share experts all run a forward where one does.
+        # Replicas that share experts all run a forward if one does.
         if any(self._lockstep.most(len(admitted.chunks))):
             self._forward.prefill(admitted.chunks)
         rows, logits = [], []
         for admission in admitted.admissions:
             logits_V = admission.group.logits_V
-            assert logits_V is not None, f"what rows {[row.row for row in admission.rows]} start from was never run"
+            assert logits_V is not None, f"the prompt of rows {[row.row for row in admission.rows]} was never run"
             admission.take_choices()
             rows += admission.rows
             logits.append(logits_V.expand(len(admission.rows), -1))
@@ -149,9 +149,9 @@ class RowSteps:
         return self._draw(rows, logits_BV)
 
     def _decode_ahead(self, pipeline: StepPipeline) -> list[Response]:
-        """Start a step of the rows that go on, then read what the one before it drew."""
+        """Start a step of the rows that continue, then read the previous step's tokens."""
         responses = []
-        # Rows may be preempted, which takes all of their tokens.
+        # Rows may be preempted, which needs all of their tokens.
         if self._pool.num_free < len(self.scheduler.running):
             responses += self._read(pipeline, num_left=0)
         self._make_room()
@@ -162,7 +162,7 @@ class RowSteps:
         return responses + self._read(pipeline, num_left=1 if rows else 0)
 
     def _read(self, pipeline: StepPipeline, *, num_left: int) -> list[Response]:
-        """Read steps until the newest ones are left; returns the rows that they ended."""
+        """Read all steps but the newest `num_left`; returns the rows that they ended."""
         responses = []
         while pipeline.num_started > num_left:
             responses += self._ended(pipeline.take())
@@ -174,13 +174,13 @@ class RowSteps:
             self._cache.copy_blocks(copies.sources, copies.targets)
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
-        """Draw one token of each row; returns the rows that it ended."""
+        """Draw one token per row; returns the rows that it ended."""
         responses = self._ended(self._drawer(rows, logits_BV, self.version))
         self.scheduler.fork(rows)
         return responses
 
     def _ended(self, rows: list[tuple[Row, Finish]]) -> list[Response]:
-        """Free what the rows held that ended, and why."""
+        """Free the ended rows' blocks; returns their responses."""
         for row, _ in rows:
             self.scheduler.finish(row)
         return [row.response(finish) for row, finish in rows]

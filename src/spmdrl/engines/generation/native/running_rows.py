@@ -1,4 +1,4 @@
-"""The state of a row that the native engine works on, and of rows that start from the same tokens."""
+"""State of the native engine's running rows, and of groups that start from the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHOICES_DTYPE = torch.int16
 
 
 class ChoiceRecorder:
-    """Keeps what the routers of one forward choose, and changes nothing; a `Route`."""
+    """Records the router choices of one forward, unchanged; a `Route`."""
 
     def __init__(self) -> None:
         self._chosen: dict[int, Tensor] = {}
@@ -26,37 +26,37 @@ class ChoiceRecorder:
         return scores_TE, chosen_TC
 
     def take(self) -> Tensor:
-        """The choices [T, L, C] of the last forward, on the host, and forget them; waits for the device."""
+        """Return the choices [T, L, C] of the last forward, on the host, and forget them; waits for the device."""
         taken = torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], dim=1).cpu()
         self._chosen.clear()
         return taken
 
 
 class RowChoices:
-    """The experts of one row's tokens, in the order in which they are fed, for training (R3, arXiv:2510.11370).
+    """Experts of one row's tokens, in the order in which they are fed, for training (R3, arXiv:2510.11370).
 
     The last token is never fed.
     """
 
     def __init__(self, first: Tensor):
-        """Start with those of some tokens [T, ...], which rows share: nothing may change them."""
+        """Start with the choices [T, ...] of some tokens, which rows share and nothing may change."""
         self._first = first
         self._later: list[Tensor] = []
 
     def feed(self, token_LC: Tensor) -> None:
-        """Take in the choices of the newest token fed."""
+        """Append the choices of the newest fed token."""
         self._later.append(token_LC)
 
     def continued(self, fed_TLC: Tensor) -> RowChoices:
-        """The same, and behind it the choices of those of the `fed_TLC` tokens, all from the first, that are new.
+        """Return a copy, extended by the choices of new tokens; `fed_TLC` has those of all tokens from the first.
 
-        Tokens fed a second time keep what was chosen when they were drawn from.
+        Tokens fed a second time keep the choices from when they were drawn from.
         """
         num_known = len(self._first) + len(self._later)
         return RowChoices(torch.cat((self.packed().view(num_known, -1), fed_TLC[num_known:].flatten(1))))
 
     def packed(self) -> Tensor:
-        """All choices so far, flat: of each token fed, its experts in each sparse layer."""
+        """Return all choices so far, flat: for each fed token, its experts in each sparse layer."""
         parts = [self._first.flatten()]
         if self._later:
             parts.append(torch.stack(self._later).flatten())
@@ -67,19 +67,19 @@ class RowChoices:
 class Branch:
     """Running rows of a group whose tokens are the same so far, oldest first: each token is fed once for all of them.
 
-    They draw their next tokens from the same logits, and those that draw another one leave it.
+    They draw their next tokens from the same logits, and rows that draw another one leave it.
     """
 
     rows: list[Row]
     table: list[int]
-    """Blocks of all their positions; held once, whatever the number of rows."""
+    """Blocks of all positions; held once, whatever the number of rows."""
 
     @property
     def first(self) -> Row:
         return self.rows[0]
 
     def parts(self) -> list[list[Row]]:
-        """The rows by their newest token, in the order in which tokens come first."""
+        """Group the rows by their newest token, in the order of first occurrence."""
         by_token: dict[int, list[Row]] = {}
         for row in self.rows:
             by_token.setdefault(row.token_ids[-1], []).append(row)
@@ -88,7 +88,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Row:
-    """A row: what it has so far and, while it runs, the branch that it is of."""
+    """A row: its tokens so far and, while it runs, its branch."""
 
     row: int
     seed: int
@@ -98,18 +98,18 @@ class Row:
     versions: list[int] = field(default_factory=list)
     branch: Branch | None = None
     choices: RowChoices | None = None
-    """Where the tokens fed so far went, if that is recorded."""
+    """Experts of the tokens fed so far, if recorded."""
     num_ahead: int = 0
-    """Its tokens on the device that the host hasn't read."""
+    """Number of its tokens on the device that the host hasn't read."""
 
     @property
     def table(self) -> list[int]:
-        """The blocks of its positions while it runs."""
+        """Blocks of its positions while it runs."""
         return [] if self.branch is None else self.branch.table
 
     @property
     def is_first(self) -> bool:
-        """Whether it runs, and is fed for its branch."""
+        """True if it runs, and is fed for its branch."""
         return self.branch is not None and self.branch.first is self
 
     @property
@@ -119,12 +119,12 @@ class Row:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has, with what the host hasn't read, all the tokens that it may have."""
+        """True if it has all the tokens that it may have, counting those unread by the host."""
         return len(self.token_ids) + self.num_ahead >= self.request.sampling.max_tokens
 
     @property
     def finish(self) -> Finish | None:
-        """Why the row ends with its newest token, whatever its text, or None if it goes on."""
+        """Reason for the row to end with its newest token, whatever its text, or None if it continues."""
         sampling = self.request.sampling
         if self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
             return "stop"
@@ -144,10 +144,10 @@ class FedToken:
     length: int
     """Positions up to the token, its own included."""
     choices: Tensor | None = None
-    """Where the token went [L, C], if that is recorded; set by the forward."""
+    """Experts of the token [L, C], if recorded; set by the forward."""
 
     def take_choices(self) -> None:
-        """Give the rows for which it was fed the choices, if they are recorded."""
+        """Append the choices to the rows that the token was fed for, if recorded."""
         if self.choices is not None and self.row.branch is not None:
             for row in self.row.branch.rows:
                 if row.choices is not None:
@@ -158,19 +158,19 @@ class FedToken:
 class Group:
     """Waiting rows that start from the same tokens, which are computed once for all of them.
 
-    They are a request's rows without tokens, or one row that has tokens already.
+    They are a request's rows without tokens, or one row that already has tokens.
     """
 
     rows: list[Row]
-    """Those that still wait, in order."""
+    """Rows that still wait, in order."""
     table: list[int] = field(default_factory=list)
     """Blocks of all the tokens, held from the first chunk until the last row has started; empty before."""
     num_computed: int = 0
     """Leading tokens whose keys and values are cached or come with this step's chunks."""
     logits_V: Tensor | None = None
-    """What the last token predicts, set when the last chunk runs."""
+    """Logits after the last token, set when the last chunk runs."""
     choices: list[Tensor] = field(default_factory=list)
-    """Where the tokens of each chunk went [T, L, C], if that is recorded; left here likewise."""
+    """Experts of each chunk's tokens [T, L, C], if recorded; set likewise."""
 
     @property
     def request(self) -> Request:
@@ -188,7 +188,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a group, to be run behind those before them."""
+    """Tokens [start, stop) of a group, to run after those before them."""
 
     group: Group
     start: int
@@ -211,7 +211,7 @@ class Admission:
     rows: list[Row]
 
     def take_choices(self) -> None:
-        """Give the rows the expert choices of the tokens that they start from, if they are recorded."""
+        """Append the expert choices of the tokens that the rows start from, if recorded."""
         if self.group.choices:
             fed_TLC = torch.cat(self.group.choices)
             self.group.choices[:] = [fed_TLC]
@@ -220,7 +220,7 @@ class Admission:
 
 
 def rows_of(request: Request) -> list[Row]:
-    """The request's rows, with what they bring along."""
+    """Return the request's rows, with their partial responses."""
     rows = []
     for number, seed, given in zip(request.rows, request.seeds, request.given, strict=True):
         row = Row(number, seed, request, list(given.token_ids), list(given.logprobs), list(given.versions))
@@ -231,7 +231,7 @@ def rows_of(request: Request) -> list[Row]:
 
 
 def groups_of(request: Request) -> list[Group]:
-    """The rows that have tokens each by itself, then the others together."""
+    """Group the request's rows: each one with tokens by itself, then the others together."""
     rows = rows_of(request)
     groups = [Group([row]) for row in rows if row.token_ids]
     fresh = [row for row in rows if not row.token_ids]
@@ -243,7 +243,7 @@ def newest_token(row: Row) -> FedToken:
 
 
 def check_request(request: Request, *, max_positions: int, reads_text: bool) -> None:
-    """Raise ValueError if the model or the engine can't answer it."""
+    """Raise ValueError if the model or the engine can't serve it."""
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
     if num_prompt + num_new > max_positions:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Drawing the next token of each row from logits, by the row's own parameters and random numbers.
+"""Sampling of each row's next token from logits, by the row's own parameters and random numbers.
 
 The draw is a pure function of (seed, position, logits): a counter-based uniform and the inverse of the filtered
-distribution. So a row gets the same tokens whatever else runs beside it, on any number of ranks, after any restart.
+distribution. So a row gets the same tokens whatever runs beside it, on any number of ranks, after any restart.
 
 Shape letters: `B` rows, `V` vocabulary.
 """
@@ -19,28 +19,28 @@ from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Decode, Finish, completes_stop_string
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 
-# The constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
-# signed 64-bit integers; products wrap around.
+# Constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as signed
+# 64-bit integers; products wrap around.
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 FLOAT_SUMS_REFUSED: tuple[str, ...] = ("cuda",)
-"""Kinds of device on which PyTorch has no deterministic cumulated sum of floating-point numbers."""
+"""Kinds of device without a deterministic cumulative sum of floating-point numbers in PyTorch."""
 
 
 @dataclass(frozen=True)
 class SamplingKinds:
-    """What any row of a batch needs of `draw`."""
+    """Parts of `draw` that any row of a batch needs."""
 
     has_scaling: bool
-    """Whether any row's logits are divided by another number than 1."""
+    """True if any row's logits are divided by another number than 1."""
     has_filters: bool
-    """Whether any row drops tokens."""
+    """True if any row drops tokens."""
     has_greedy: bool
-    """Whether any row takes the likeliest token."""
+    """True if any row takes the likeliest token."""
     has_draws: bool
-    """Whether any row draws its token."""
+    """True if any row draws its token."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class RowSampling:
 
     kinds: SamplingKinds
     streams_B: Tensor
-    """The rows' seeds, mixed; see `uniforms`."""
+    """Mixed seeds of the rows; see `uniforms`."""
     divisor_B1: Tensor
-    """The temperatures, but 1 where they are 0."""
+    """Temperatures, with 1 for 0."""
     greedy_B: Tensor
-    """Where they are 0."""
+    """True for temperature 0."""
     top_p_B: Tensor
     top_k_B: Tensor
     min_p_B: Tensor
@@ -102,8 +102,8 @@ class Drawn:
 def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling, never: Tensor | None = None) -> Drawn:
     """Draw the token at `positions_B` (counted from the prompt's start) of each row; float32 logits.
 
-    Ids in `never` aren't drawn, but stay part of the distribution that log-probs are of, as in training. At temperature
-    0 the token is the likeliest one and the log-prob is that of temperature 1.
+    Ids in `never` aren't drawn, but stay part of the distribution of log-probs, as in training. At temperature 0 the
+    token is the likeliest one and the log-prob is that of temperature 1.
     """
     scaled_BV = logits_BV / rows.divisor_B1 if rows.kinds.has_scaling else logits_BV
     # In the same steps as training, as log_softmax rounds differently.
@@ -126,10 +126,10 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling, never: Tenso
 
 
 def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
-    """Zero the probabilities that min-p, then top-k, then top-p over what is left drop.
+    """Zero the probabilities dropped by min-p, then by top-k, then by top-p over the rest.
 
-    Each of them keeps a prefix of the tokens in descending order (equal ones by token number), so that what counts is
-    the shortest prefix. The likeliest token always stays.
+    Each keeps a prefix of the tokens in descending order (ties by token number), so that the shortest prefix decides.
+    The likeliest token always stays.
     """
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     num_tokens = probs_BV.shape[-1]
@@ -144,31 +144,31 @@ def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The token [B] whose share of the cumulated weights holds the uniform number; never one of weight 0."""
+    """Return the token [B] whose share of the cumulative weights holds the uniform number; never one of weight 0."""
     cumulated_BV = cumulated(weights_BV)
     total_B = cumulated_BV[:, -1]
     # Rounding may lift uniform x total to the total itself, beyond the last token.
     target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     found_B = torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
-    # NaN lies beyond all: broken logits must raise by name, rather than fail at an index.
+    # NaN compares beyond all: broken logits must raise by name, rather than fail at an index.
     return found_B.clamp(max=weights_BV.shape[-1] - 1)
 
 
 def cumulated(weights_BV: Tensor) -> Tensor:
-    """Sums of each row's first weights, none of which is above 1.
+    """Return cumulative sums of each row's weights, none of which is above 1.
 
-    Where kernels must be deterministic, CUDA refuses such sums of floating-point numbers, but not of integers: there
+    If kernels must be deterministic, CUDA refuses cumulative sums of floating-point numbers, but not of integers: there
     weights are rounded to multiples of 2**-40.
     """
     if weights_BV.device.type not in FLOAT_SUMS_REFUSED or not torch.are_deterministic_algorithms_enabled():
         return weights_BV.cumsum(-1)
     sums_BV = (weights_BV * 2.0**40).to(torch.int64).cumsum(-1).to(weights_BV.dtype) * 2.0**-40
-    # An integer can't be NaN, as a row's sums must be where one of its weights is.
+    # An integer can't be NaN, but a row's sums must be if one of its weights is.
     return sums_BV + 0 * weights_BV.sum(-1, keepdim=True)
 
 
 def uniforms(streams_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One float32 uniform number in [0, 1) per row, a pure function of its stream and position.
+    """Return one float32 uniform number in [0, 1) per row, a pure function of its stream and position.
 
     A stream is `splitmix64` of a seed: seeds that differ by the gamma would otherwise share a shifted sequence.
     """
@@ -177,7 +177,7 @@ def uniforms(streams_B: Tensor, positions_B: Tensor) -> Tensor:
 
 
 def splitmix64(counter: Tensor) -> Tensor:
-    """The output of splitmix64 after the state `counter`, elementwise on int64."""
+    """Return the output of splitmix64 after the state `counter`, elementwise on int64."""
     mixed = counter + _GOLDEN_GAMMA
     mixed = (mixed ^ logical_shift_right(mixed, 30)) * _MIX_FIRST
     mixed = (mixed ^ logical_shift_right(mixed, 27)) * _MIX_SECOND
@@ -201,13 +201,13 @@ class RowDrawer:
 
     @property
     def reads_text(self) -> bool:
-        """Whether rows may have stop strings."""
+        """True if rows may have stop strings."""
         return self._decode is not None
 
     def __call__(self, rows: list[Row], logits_BV: Tensor, version: int) -> list[tuple[Row, Finish]]:
-        """Append to each row its next token; returns the rows that end with it, and why.
+        """Append each row's next token; returns the rows that end with it, with the reason.
 
-        Raises RuntimeError where logits aren't finite.
+        Raises RuntimeError if logits aren't finite.
         """
         positions_B = torch.tensor([row.length for row in rows], device=self._device)
         drawn = draw(logits_BV, positions_B, self.sampling_of(rows), self.never)
@@ -216,7 +216,7 @@ class RowDrawer:
     def append(
         self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float], version: int
     ) -> list[tuple[Row, Finish]]:
-        """The same with tokens and log-probs that are drawn already."""
+        """Append given tokens and log-probs; returns the rows that end with them, with the reason."""
         self._check_finite(logprobs, version)
         ended = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
@@ -236,19 +236,19 @@ class RowDrawer:
         return self._finish(row)
 
     def forget(self) -> None:
-        """Keep no rows."""
+        """Drop the cached parameters."""
         self._sampling = None
 
     def sampling_of(self, rows: list[Row]) -> RowSampling:
-        """The rows' parameters and random numbers, on the device."""
-        # Most steps draw for the rows of the one before.
+        """Return the rows' parameters and random numbers, on the device."""
+        # Most steps draw for the rows of the previous one.
         if self._sampling is None or self._sampling[0] != rows:
             seeds, sampling = [row.seed for row in rows], [row.request.sampling for row in rows]
             self._sampling = (rows, RowSampling.of_rows(seeds, sampling, self._device))
         return self._sampling[1]
 
     def _finish(self, row: Row) -> Finish | None:
-        """Why the row ends with its newest token, or None if it goes on."""
+        """Return the reason for the row to end with its newest token, or None if it continues."""
         finish, stop_strings = row.finish, row.request.sampling.stop_strings
         if finish != "stop" and stop_strings:
             assert self._decode is not None, f"row {row.row} has stop strings, which submit refuses"

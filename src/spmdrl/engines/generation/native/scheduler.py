@@ -4,12 +4,12 @@
        ^                  |
        +-----preempt------+
 
-Rows start in the order in which they were submitted, while row slots and blocks suffice. What a row starts from is run
-in chunks, `max_prefill_tokens` a step; then the row takes blocks as it grows. When they run out, the newest running row
-goes back to the head of the queue with its tokens, which are run again when it starts anew. So the running rows are
-always the oldest ones, in order; the oldest is never preempted, and no row starves.
+Rows start in the order of submission, while row slots and blocks suffice. A row's prompt runs in chunks,
+`max_prefill_tokens` per step; then the row takes blocks as it grows. When they run out, the newest running row returns
+to the head of the queue with its tokens, which are run again when it restarts. So the running rows are always the
+oldest ones, in order; the oldest is never preempted, and no row starves.
 
-Ranks that are one engine decide alike: nothing here depends on anything but the calls.
+Ranks of one engine decide identically: decisions depend on nothing but the calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdrl.nouns.settings.rollout_config import RolloutConfig
 
 @dataclass(frozen=True)
 class Admitted:
-    """The chunks to run now, then the rows that start."""
+    """Chunks to run now, then the rows that start."""
 
     chunks: list[Chunk]
     admissions: list[Admission]
@@ -34,7 +34,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class BlockCopies:
-    """Blocks to be copied, pair by pair, all read before any is written."""
+    """Pairs of blocks to copy; all are read before any is written."""
 
     sources: list[int]
     targets: list[int]
@@ -42,42 +42,42 @@ class BlockCopies:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Counts the blocks that rows take, by what their requests may come to."""
+    """Counts the blocks of rows, from the limits of their requests."""
 
     size: int
     """positions of a block"""
 
     def of(self, num_positions: int) -> int:
-        """Blocks that hold so many positions."""
+        """Return the number of blocks for this many positions."""
         return -(-num_positions // self.size)
 
     def most(self, request: Request) -> int:
-        """Blocks that a row of the request takes at most."""
+        """Return the most blocks of one of the request's rows."""
         return self.of(_num_positions(request))
 
     def growth(self, group: Group) -> int:
-        """Most blocks that a row takes beside the whole ones that it starts from."""
+        """Return the most blocks that a row takes beside the whole ones that it starts from."""
         num_positions = _num_positions(group.request)
         return 0 if num_positions == group.length else self.of(num_positions) - group.length // self.size
 
     def first(self, group: Group) -> int:
-        """Blocks that one more running row of the group should find: one for now, one to grow into."""
+        """Return the free blocks required for one more running row of the group: one for now, one to grow into."""
         return min(2, self.growth(group))
 
     def is_growing(self, row: Row) -> bool:
         """True if a running row may still take blocks."""
-        # Those that may leave a branch, and are fed then, copy a block even if they take no others.
+        # A row that may leave a branch, and is fed then, copies a block even if it takes no others.
         may_leave = not row.is_first and row.length < _num_positions(row.request)
         return may_leave or len(row.table) < self.most(row.request)
 
 
 def _num_positions(request: Request) -> int:
-    """Most positions of a row; its last token is never fed, so never kept."""
+    """Return the most positions of a row; its last token is never fed, so never cached."""
     return len(request.prompt_ids) + request.sampling.max_tokens - 1
 
 
 class Scheduler:
-    """The waiting and the running rows of one engine, over the blocks of one pool."""
+    """Waiting and running rows of one engine, over the blocks of one pool."""
 
     def __init__(
         self, pool: BlockPool, rollout: RolloutConfig, *, shares_prefixes: bool = True, merges_rows: bool = True
@@ -85,7 +85,7 @@ class Scheduler:
         """Without `shares_prefixes`, groups don't share full blocks of equal tokens; without `merges_rows`, each row is
         a branch of its own."""
         self.running: dict[int, Row] = {}
-        """By number, oldest first."""
+        """Rows by number, oldest first."""
         self._pool = pool
         self._rollout = rollout
         self._blocks = RowBlocks(rollout.block_size)
@@ -100,7 +100,7 @@ class Scheduler:
         return len(self._unfinished)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests, all or none. Raises ValueError if a row is here already, has ended or can never fit."""
+        """Queue the requests, all or none. Raises ValueError if a row is a duplicate, has ended or can never fit."""
         seen = set(self._unfinished)
         groups = [group for request in requests for group in groups_of(request)]
         for row in [row for group in groups for row in group.rows]:
@@ -116,7 +116,7 @@ class Scheduler:
         self._unfinished = seen
 
     def blocks_wanted(self, requests: Sequence[Request]) -> int:
-        """Pool size with which `requests`, joining what is here, run as many rows at once as there are slots."""
+        """Return the pool size at which `requests` and all present rows run as many rows at once as there are slots."""
         queue = [*self._waiting, *(group for request in requests for group in groups_of(request))]
         least = max((self._blocks.most(group.request) for group in queue), default=0)
         queue.sort(key=self._blocks.growth, reverse=True)
@@ -161,16 +161,16 @@ class Scheduler:
         return admitted
 
     def make_room(self) -> BlockCopies:
-        """Give each branch that goes on a block of its own for its newest position; returns the copies it takes.
+        """Give each continuing branch a block of its own for its newest position; returns the copies that this needs.
 
-        Where blocks run out, the newest rows no longer run afterwards.
+        If blocks run out, the newest rows are preempted.
         """
         copies, size = BlockCopies([], []), self._rollout.block_size
         for row in self.going_on():
             if not row.is_first:
                 continue
             index, table = (row.length - 1) // size, row.table
-            # Checked again after each block that is freed: with one holder fewer, the block may no longer be shared.
+            # Checked again after each freed block: with one holder fewer, the block may no longer be shared.
             while row.row in self.running and (index == len(table) or self._pool.is_shared(table[index])):
                 if not self._pool.num_free:
                     self._free_newest()
@@ -184,7 +184,7 @@ class Scheduler:
         return copies
 
     def fork(self, rows: Iterable[Row]) -> None:
-        """Let rows whose newest tokens differ from their branch's others go on by themselves, over the same blocks."""
+        """Move rows whose newest tokens differ from their branch's others to own branches, over the same blocks."""
         branches = {id(row.branch): row.branch for row in rows if row.branch is not None and len(row.branch.rows) > 1}
         for branch in branches.values():
             branch.rows, *others = branch.parts()
@@ -192,16 +192,16 @@ class Scheduler:
                 self._begin_branch(part, branch.table)
 
     def going_on(self) -> list[Row]:
-        """The running rows that may get one more token, oldest first."""
+        """Return the running rows that may get one more token, oldest first."""
         return [row for row in self.running.values() if not row.is_full]
 
     def widest_table(self) -> int:
-        """Most blocks that any running row can take."""
+        """Return the most blocks that any running row can take."""
         requests = {id(row.request): row.request for row in self.running.values()}
         return max(map(self._blocks.most, requests.values()))
 
     def finish(self, row: Row) -> None:
-        """Forget a running row and free what it alone held."""
+        """Forget a running row and free the blocks that it alone held."""
         del self.running[row.row]
         self._unfinished.remove(row.row)
         self._leave_branch(row)
@@ -218,13 +218,13 @@ class Scheduler:
         return [row.response("aborted") for row in rows]
 
     def forget_prefixes(self) -> None:
-        """Compute anew what no row has started from yet: the weights are others, or the cache is."""
+        """Recompute prompts that no row has started from yet: the weights or the cache changed."""
         for group in self._waiting:
             self._release(group)
         self._prefixes.clear()
 
     def _allocate(self, group: Group, num_growing: int) -> bool:
-        """Give the group blocks for all tokens that it starts from, known prefixes shared; False if too few are free.
+        """Give the group blocks for all its initial tokens, known prefixes shared; False if too few are free.
 
         While rows run, a block must be left for each of them that can still grow, and the new row's first ones.
         """
@@ -246,7 +246,7 @@ class Scheduler:
         return True
 
     def _next_chunk(self, group: Group, num_tokens: int) -> Chunk:
-        """The group's next chunk; from now on its blocks may be shared, by groups whose chunks run behind it."""
+        """Return the group's next chunk; from now on its blocks may be shared by groups whose chunks run after it."""
         start = group.num_computed
         group.num_computed = min(start + num_tokens, group.length)
         if self._shares_prefixes:
@@ -267,14 +267,14 @@ class Scheduler:
         return rows
 
     def _begin_branch(self, rows: list[Row], table: Sequence[int]) -> None:
-        """Let rows run on over blocks that others hold too."""
+        """Start a branch of rows over blocks with other holders, too."""
         self._pool.share(table)
         branch = Branch(list(rows), list(table))
         for row in rows:
             row.branch = branch
 
     def _leave_branch(self, row: Row) -> None:
-        """Take out a row that stops; the last one frees the blocks."""
+        """Remove a row that stops; the last one frees the blocks."""
         branch, row.branch = row.branch, None
         assert branch is not None, f"row {row.row} doesn't run"
         branch.rows.remove(row)
@@ -291,7 +291,7 @@ class Scheduler:
         self._waiting.appendleft(Group([row]))
 
     def _free_waiting_group(self) -> bool:
-        """Take its blocks from the last waiting group that has any; False where none has."""
+        """Free the blocks of the last waiting group that has any; False if none has."""
         for group in reversed(self._waiting):
             if group.table:
                 self._release(group)
@@ -303,7 +303,7 @@ class Scheduler:
         group.table, group.num_computed, group.logits_V, group.choices = [], 0, None, []
 
     def _num_growing(self) -> int:
-        """Running rows that may still take blocks."""
+        """Number of running rows that may still take blocks."""
         return sum(map(self._blocks.is_growing, self.running.values()))
 
     def _check_fits(self, row: Row) -> None:

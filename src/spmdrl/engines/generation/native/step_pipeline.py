@@ -1,9 +1,9 @@
-"""Decoding steps one after another on the device, each started before the host has read what the one before drew.
+"""Pipelined decoding steps on the device, each started before the host has read the previous one's tokens.
 
     rows --start--> running on the device --take--> tokens read, rows ended
 
-The host's work on a step, from reading tokens to scheduling the next one, passes beside the next step on the device. A
-row that a token ends has then been fed once more: what that step draws for it is dropped.
+The host's work on a step, from reading tokens to scheduling the next one, overlaps with the next step on the device. A
+row that ends is therefore fed once more: that step's token for it is dropped.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class _Started:
     tokens_B: Tensor
     logprobs_B: Tensor
     copied: torch.Event | None
-    """When both are on the host; None where copies end at once."""
+    """Recorded after both copies to the host; None if copies are synchronous."""
 
 
 class StepPipeline:
-    """Starts steps and reads what they drew, in order."""
+    """Starts steps and reads their tokens, in order."""
 
     def __init__(self, step: FixedStep, device: torch.device, drawer: RowDrawer, max_rows: int):
         self._step = step
@@ -62,11 +62,11 @@ class StepPipeline:
 
     @property
     def num_started(self) -> int:
-        """Steps that the host hasn't read."""
+        """Number of steps that the host hasn't read."""
         return len(self._started)
 
     def start(self, rows: list[Row], version: int, *, most_rows: int, most_blocks: int) -> None:
-        """Start a step of these rows; at most `most_rows` and tables of `most_blocks` can follow before others come."""
+        """Start a step of these rows; `most_rows` and tables of `most_blocks` bound later steps until others join."""
         self._make_room(padded_width(most_blocks))
         sampling = self._sampling_of(rows)
         shape = StepShape(padded_rows(len(rows)), self._step.width, sampling.kinds)
@@ -81,7 +81,7 @@ class StepPipeline:
         self._started.append(self._on_its_way(rows, version, integers))
 
     def take(self) -> list[tuple[Row, Finish]]:
-        """Wait for the oldest step started, and append its tokens; returns the rows that end with them, and why."""
+        """Wait for the oldest step and append its tokens; returns the rows that end with them, with the reason."""
         step = self._started.popleft()
         if step.copied is not None:
             step.copied.synchronize()
@@ -98,14 +98,14 @@ class StepPipeline:
         return ended
 
     def drop(self) -> None:
-        """Forget the steps started: their rows have the tokens that were read."""
+        """Forget the started steps: their rows keep the tokens read so far."""
         for step in self._started:
             for row in step.rows:
                 row.num_ahead = 0
         self._started.clear()
 
     def forget(self) -> None:
-        """Capture anew, because weights or cache move."""
+        """Drop the graphs, because weights or cache move."""
         self._graphs.forget()
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class StepPipeline:
         """Capture the shape, and before it the largest that can follow."""
         if not self._graphs.lacks(shape):
             return
-        # A step that is captured may run, on padding: what was drawn last is needed still.
+        # A captured step may run, on padding, but the tokens drawn last are still needed.
         tokens_B, _ = self._step.drawn
         kept_B = tokens_B.clone()
         for wanted in dict.fromkeys((largest, shape)):
@@ -129,7 +129,7 @@ class StepPipeline:
         tokens_B.copy_(kept_B)
 
     def _make_room(self, width: int) -> None:
-        """Have room for such tables; what the newest step drew stays."""
+        """Allocate for such tables, keeping the newest step's tokens."""
         drawn = [values.clone() for values in self._step.drawn] if self._started else []
         if self._step.make_room(width):
             self._graphs.forget()
@@ -144,7 +144,7 @@ class StepPipeline:
         return self._sampling[1]
 
     def _on_its_way(self, rows: Sequence[Row], version: int, integers: Tensor) -> _Started:
-        """The step just started, whose results are being copied to the host."""
+        """Start copying the newest step's results to the host; returns the step."""
         tokens_B, logprobs_B = (
             torch.empty(len(rows), dtype=drawn.dtype, pin_memory=self._device.type != "cpu").copy_(
                 drawn[: len(rows)], non_blocking=True
@@ -158,5 +158,5 @@ class StepPipeline:
         return _Started(list(rows), version, integers, tokens_B, logprobs_B, copied)
 
     def _copied(self, integers: Tensor) -> Tensor:
-        """A copy that the device may read while the next one is written."""
+        """Return a copy that the device may read while the next one is written."""
         return torch.empty_like(integers, pin_memory=self._device.type != "cpu").copy_(integers)
