@@ -43,7 +43,7 @@ def wait_like_the_job(group: dist.ProcessGroup) -> None:
 
 
 def sum_over(tensor: Tensor, group: Group = None) -> Tensor:
-    """The elementwise sum over the group's ranks. Collective."""
+    """Return the elementwise sum over the group's ranks. Collective."""
     return _reduced(tensor, dist.ReduceOp.SUM, group)
 
 
@@ -54,7 +54,7 @@ def sum_into(tensor: Tensor, group: Group = None) -> None:
 
 
 def max_over(tensor: Tensor, group: Group = None) -> Tensor:
-    """The elementwise maximum over the group's ranks. Collective."""
+    """Return the elementwise maximum over the group's ranks. Collective."""
     return _reduced(tensor, dist.ReduceOp.MAX, group)
 
 
@@ -66,12 +66,12 @@ def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Tenso
 
 
 def gather_ragged(values: Tensor, group: Group = None) -> list[Tensor]:
-    """Every rank's 1-D tensor, in rank order; lengths may differ. Collective."""
+    """Return every rank's 1-D tensor, in rank order; lengths may differ. Collective."""
     return [part for (part,) in gather_ragged_columns([values], group)]
 
 
 def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> list[list[Tensor]]:
-    """Every rank's 1-D tensors, in rank order, by one exchange; lengths may differ, dtypes don't. Collective."""
+    """Return every rank's 1-D tensors, in rank order, by one exchange; lengths may differ, dtypes don't. Collective."""
     size = group_size(group)
     if size == 1:
         return [[values.clone() for values in columns]]
@@ -93,7 +93,7 @@ def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> lis
 
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
-    """Every rank's bytes, in rank order. Collective.
+    """Return every rank's bytes, in rank order. Collective.
 
     Short payloads travel beside their lengths, in one round instead of two.
     """
@@ -111,7 +111,7 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
 
 
 def gather_and_agree(payload: bytes) -> tuple[list[bytes], str | None]:
-    """Every rank's bytes, in rank order, and what asked any of them to stop. Collective over all ranks.
+    """Return every rank's bytes, in rank order, and what asked any of them to stop. Collective over all ranks.
 
     All ranks get the same answer, so all stop here or none does.
     """
@@ -132,7 +132,7 @@ def _gather_padded(payload: bytes, width: int, size: int, group: Group) -> list[
 def broadcast_ragged(
     values: Tensor | None, src: int = 0, group: Group = None, device: torch.device | None = None
 ) -> Tensor:
-    """The bytes (1-D uint8, on the host) of global rank `src`, on every rank of the group. Collective.
+    """Return the bytes (1-D uint8, on the host) of global rank `src`, on every rank of the group. Collective.
 
     They travel through `device`, so by the links between accelerators where it is one.
     """
@@ -150,7 +150,7 @@ def broadcast_ragged(
 
 
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Group = None) -> bytes:
-    """The bytes of global rank `src`, on every rank of the group. Collective."""
+    """Return the bytes of global rank `src`, on every rank of the group. Collective."""
     return broadcast_ragged(None if payload is None else _as_tensor(payload), src, group).numpy().tobytes()
 
 

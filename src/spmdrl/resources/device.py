@@ -67,18 +67,18 @@ class Device:
         return total - free, total
 
     def held_bytes(self) -> int:
-        """The device memory in tensors of this process; for accelerators only."""
+        """Return the device memory in tensors of this process; for accelerators only."""
         return self.module.memory_allocated()
 
     def take_peak_bytes(self) -> int:
-        """The most device memory that PyTorch held since the last call; for accelerators only."""
+        """Return the most device memory that PyTorch held since the last call; for accelerators only."""
         peak = self.module.max_memory_allocated()
         self.module.reset_peak_memory_stats()
         return peak
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, copied without waiting for what the device still has to do; itself on the CPU.
+    """Return a host tensor on a device, copied without waiting for what the device still has to do; itself on the CPU.
 
     Only pinned memory is copied in the background: from any other, the host waits until the copy's turn has come. The
     pinned copy needn't be kept, since its allocator doesn't hand out the memory again before the device has read it.
@@ -106,12 +106,12 @@ def _pins_for(device: torch.device) -> bool:
 
 
 def _begin_copy(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, complete when the current stream has come to it."""
+    """Return a copy in pinned memory, complete when the current stream has come to it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def find_device(wanted: str, index: int) -> Device:
-    """The device for a rank, by its number among those of the node: `wanted` is auto, cpu, cuda or npu.
+    """Return the device for a rank, by its number among those of the node: `wanted` is auto, cpu, cuda or npu.
 
     Raises ValueError when the wanted kind isn't there or the node has fewer devices than ranks.
     """

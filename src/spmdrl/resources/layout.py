@@ -65,7 +65,7 @@ def fit_update_layout(layout: UpdateLayout, world_size: int, key: str = "resourc
 
 
 def _filled(layout: UpdateLayout, degree: str, world_size: int, key: str) -> UpdateLayout:
-    """The layout whose open degree takes what the others leave of the ranks."""
+    """Return the layout whose open degree takes what the others leave of the ranks."""
     others = _with_degree(layout, degree, 1).num_ranks
     if world_size % others == 0:
         return _with_degree(layout, degree, world_size // others)

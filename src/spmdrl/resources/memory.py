@@ -86,7 +86,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most resident memory that this process has had."""
+    """Return the most resident memory that this process has had."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             return int(status.read().partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
@@ -131,5 +131,5 @@ def ask_for_huge_pages(address: int, num_bytes: int) -> None:
 
 @functools.cache
 def _from_glibc(name: str) -> ctypes._NamedFuncPointer | None:
-    """A function that glibc alone has, or None with another C library."""
+    """Return a function that glibc alone has, or None with another C library."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -33,11 +33,11 @@ class Axis:
     """their global ranks, by place"""
 
     def sum(self, x: Tensor) -> Tensor:
-        """A new tensor with the elementwise sum over the ranks; no gradient. Collective over the axis."""
+        """Return a new tensor with the elementwise sum over the ranks; no gradient. Collective over the axis."""
         return sum_over(x.detach(), self.group) if self.size > 1 else x.detach().clone()
 
     def max(self, x: Tensor) -> Tensor:
-        """A new tensor with the elementwise maximum over the ranks; no gradient. Collective over the axis."""
+        """Return a new tensor with the elementwise maximum over the ranks; no gradient. Collective over the axis."""
         return max_over(x.detach(), self.group) if self.size > 1 else x.detach().clone()
 
 
@@ -109,7 +109,7 @@ def build_generation_mesh(layout: GenerationLayout, device: Device, world_size: 
 
 
 def lone_generation_mesh(rank: int = 0) -> GenerationMesh:
-    """The mesh of a rank that generates with whole weights, beside whatever others do."""
+    """Return the mesh of a rank that generates with whole weights, beside whatever others do."""
     tensor, expert = Axis("tensor", 1, 0, None, (rank,)), Axis("expert", 1, 0, None, (rank,))
     return GenerationMesh(GenerationLayout(), rank, ((rank,),), tensor, expert)
 
@@ -151,12 +151,12 @@ def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> Update
 
 
 def _mesh(device: Device, **sizes: int) -> DeviceMesh:
-    """A mesh over all ranks with these axes, outermost first."""
+    """Return a mesh over all ranks with these axes, outermost first."""
     return _waiting(init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
 
 
 def _waiting(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh, whose groups wait as long as the job's own."""
+    """Return the mesh, whose groups wait as long as the job's own."""
     for group in mesh.get_all_groups():
         wait_like_the_job(group)
     return mesh

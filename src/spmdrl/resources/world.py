@@ -91,7 +91,7 @@ class World:
             agree(self.store, self.launch, topic, facts(), timeout_seconds=self.timeout_seconds)
 
     def first_failure(self, failure: BaseException) -> FirstFailure:
-        """The failure that came first on any rank: this one, unless another rank's is known or found soon."""
+        """Return the failure that came first on any rank: this one, unless another rank's is known or found soon."""
         request.begin_leaving()
         if self.size == 1:
             return FirstFailure(self.rank, cause_of(failure))

@@ -88,5 +88,5 @@ def test_pairs_have_one_loss_and_gradient_under_every_layout(world):
 
 
 def test_half_a_pair_is_refused():
-    with pytest.raises(ValueError, match="3 rows can't be taken 2 at a time"):
+    with pytest.raises(ValueError, match="3 rows aren't whole units of 2"):
         pair_rows().select([0, 1, 2])

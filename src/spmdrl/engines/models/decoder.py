@@ -95,7 +95,7 @@ class DecoderConfig:
             )
 
     def with_value_head(self) -> DecoderConfig:
-        """The same decoder as a critic or reward model; its embedding is tied to nothing."""
+        """Return the same decoder as a critic or reward model; its embedding is tied to nothing."""
         return replace(self, head="value", tied_head=False, lora=None)
 
     def updates(self, weight: str) -> bool:
@@ -203,7 +203,7 @@ class LayerSpan:
 
 
 def whole_span(config: DecoderConfig) -> LayerSpan:
-    """All of the decoder."""
+    """Return all of the decoder."""
     return LayerSpan(0, config.num_layers, embeds=True, heads=True)
 
 

@@ -36,7 +36,7 @@ class AdaptedLinear(Linear):
         return self.with_adapter(ops.linear(values, self.weight, bias), values)
 
     def with_adapter(self, output: Tensor, values: Tensor) -> Tensor:
-        """The projection's own output [T, outputs] with the adapter's."""
+        """Return the projection's own output [T, outputs] with the adapter's."""
         return output + self.scale * self.lora_B(self.lora_A(values)) if self.is_adapted else output
 
 
@@ -67,7 +67,7 @@ def is_adapter(weight: str) -> bool:
 
 
 def adapted_linears(decoder: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
-    """The projections that have adapters, by path."""
+    """Yield the projections that have adapters, by path."""
     for path, module in decoder.named_modules():
         if isinstance(module, AdaptedLinear):
             yield path, module

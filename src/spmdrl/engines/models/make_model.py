@@ -25,7 +25,7 @@ _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate
 
 
 def decoder_config(make: MakeConfig) -> DecoderConfig:
-    """The decoder of these sizes; its vocabulary is the special tokens and then the characters."""
+    """Return the decoder of these sizes; its vocabulary is the special tokens and then the characters."""
     latent = make.latent
     return DecoderConfig(
         model_type=make.model_type,

@@ -104,14 +104,14 @@ class Router(nn.Module):
         return scores_TE, self._choose(scores_TE.detach())
 
     def weigh(self, scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        """The weights [T, C] of the chosen experts; their gradient goes to the affinities."""
+        """Return the weights [T, C] of the chosen experts; their gradient goes to the affinities."""
         weights_TC = scores_TE.gather(1, chosen_TC)
         if self.config.normalize:
             weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + 1e-20)
         return weights_TC * self.config.weight_scale
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        """The best experts by affinity and bias, within each token's best groups (arXiv:2412.19437, eq. 16)."""
+        """Return the best experts by affinity and bias, within each token's best groups (arXiv:2412.19437, eq. 16)."""
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
         if self.config.is_group_limited:
@@ -142,7 +142,7 @@ class Experts(nn.Module):
         return self.dispatch(hidden_TD, chosen_TC, weights_TC, self.num_experts, self.compute)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """The outputs [M, D] of the experts held here, a `Compute`."""
+        """Return the outputs [M, D] of the experts held here, a `Compute`."""
         gate_MI = ops.grouped_linear(rows_MD, self.gate_proj, counts_E)
         up_MI = ops.grouped_linear(rows_MD, self.up_proj, counts_E)
         return ops.grouped_linear(ops.swiglu(gate_MI, up_MI), self.down_proj, counts_E)
@@ -164,7 +164,7 @@ class SparseFeedForward(nn.Module):
         return out_TD if self.shared_experts is None else out_TD + self.shared_experts(hidden_TD)
 
     def routed(self, hidden_TD: Tensor, route: Route | None) -> Tensor:
-        """The weighted sum [T, D] of each token's experts."""
+        """Return the weighted sum [T, D] of each token's experts."""
         scores_TE, chosen_TC = self.gate(hidden_TD)
         if route is not None:
             scores_TE, chosen_TC = route(self.layer, scores_TE, chosen_TC)

@@ -46,7 +46,7 @@ class MarkedTokens:
 
     @classmethod
     def of_answer(cls, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> MarkedTokens:
-        """A prompt and the one answer to it."""
+        """Return a prompt and the one answer to it."""
         return cls([*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids))
 
 
@@ -132,8 +132,8 @@ class Renderer:
         return text
 
     def answer(self, prompt: str | Messages, answer: str | Message, columns: Mapping[str, Any]) -> MarkedTokens:
-        """A prompt and its answer, as the template writes it up to and with its end of turn; of plain text, up to and
-        with the first stop token. A text continues a prompt that ends with the assistant's message."""
+        """Return a prompt and its answer, as the template writes it up to and with its end of turn; of plain text, up
+        to and with the first stop token. A text continues a prompt that ends with the assistant's message."""
         encode = self.tokenizer.encode
         if not self.uses_template(prompt):
             answer_ids = self._ended(encode(answer if isinstance(answer, str) else _plain_text(answer)))
@@ -154,7 +154,7 @@ class Renderer:
         return MarkedTokens.of_answer(prompt_ids, answer_ids if is_ended else self._ended(answer_ids))
 
     def conversation(self, messages: Messages, columns: Mapping[str, Any]) -> MarkedTokens:
-        """The conversation in the chat template, with what the assistant wrote marked.
+        """Return the conversation in the chat template, with what the assistant wrote marked.
 
         By the template's own mark, `{% generation %}`, where it has one. Else by the prefixes of the conversation that
         end before and after each of the assistant's messages: marked is what lies between, up to the token that ends
@@ -337,7 +337,7 @@ class Renderer:
 
 
 def _tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
-    """The functions that a row's column `tools` lists, as objects or as JSON; None without any."""
+    """Return the functions that a row's column `tools` lists, as objects or as JSON; None without any."""
     given = columns.get("tools")
     try:
         tools = json.loads(given) if isinstance(given, str) and given.strip() else given or None

@@ -116,7 +116,7 @@ RopeScaling = Llama3Scaling | YarnScaling
 
 
 def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
-    """The share `kept` of each frequency as it is, and the rest of it divided by the factor."""
+    """Return the share `kept` of each frequency as it is, and the rest of it divided by the factor."""
     return frequencies * kept + frequencies / factor * (1 - kept)
 
 

@@ -88,16 +88,16 @@ class ModelTokenizer:
         return max(self.raw.get_vocab().values())
 
     def begun(self, ids: list[int]) -> list[int]:
-        """A plain text's tokens after those that begin one, which it may have already; none that ends a text."""
+        """Return a plain text's tokens after those that begin one, which it may have already; none that ends a text."""
         before = self.tokens_before_text
         return ids if ids[: len(before)] == before else [*before, *ids]
 
     def first_special(self, text: str) -> StopToken | None:
-        """The first added token in a text; None without one."""
+        """Return the first added token in a text; None without one."""
         return next((self._stop_token(one) for one in self.encode(text) if one in self.raw.added_tokens_decoder), None)
 
     def unknown_token(self, token_id: int, vocab_size: int) -> str:
-        """The problem of a row that has a token without an embedding."""
+        """Return the problem of a row that has a token without an embedding."""
         return (
             f"it has token {token_id} ({self.raw.decode([token_id])!r}), but the model's vocabulary ends at "
             f"{vocab_size - 1}; use the tokenizer that the model was trained with"
@@ -119,14 +119,14 @@ class ModelTokenizer:
             )
 
     def _tokens(self, padding: set[int | None]) -> dict[int, str]:
-        """The text of each token id, special ones marked but for padding, which each tokenizer may choose."""
+        """Return the text of each token id, special ones marked but for padding, which each tokenizer may choose."""
         tokens = {token_id: repr(text) for text, token_id in self.raw.get_vocab().items()}
         special = {key: f"special {token.content!r}" for key, token in self.raw.added_tokens_decoder.items()
                    if token.special and key not in padding}  # fmt: skip
         return tokens | special
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response as it stands behind its prompt.
+        """Return the text of a response as it stands behind its prompt.
 
         Left out are padding, stop tokens that are no ordinary ones and, where they are skipped, all special ones.
         """
@@ -134,7 +134,7 @@ class ModelTokenizer:
         return self.decode_all(ids, skips=self._skips)
 
     def decode_all(self, token_ids: Sequence[int], *, skips: bool = False) -> str:
-        """The text of tokens in mid-text, special ones included unless `skips`; nothing is cleaned up."""
+        """Return the text of tokens in mid-text, special ones included unless `skips`; nothing is cleaned up."""
         # Decoders made as SentencePiece's drop a space at the beginning.
         head, text = (self._text([*self._anchor, *ids], skips=skips) for ids in ((), token_ids))
         return text[len(head) :] if text.startswith(head) else self._text(list(token_ids), skips=skips)
@@ -143,7 +143,7 @@ class ModelTokenizer:
         return self.raw.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without those that begin or end one; special tokens in it are read as such."""
+        """Return the tokens of a text, without those that begin or end one; special tokens in it are read as such."""
         return self.raw(text, add_special_tokens=False)["input_ids"]
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
@@ -167,13 +167,13 @@ class ModelTokenizer:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """Finds the beginnings of what `encode_foreign` keeps out; they may overlap."""
+        """Find the beginnings of what `encode_foreign` keeps out; they may overlap."""
         added, template = self.raw.added_tokens_decoder.values(), str(self.raw.chat_template)
         marks = [one.content for one in added if one.content.strip() and (one.special or one.content in template)]
         return re.compile(f"(?={'|'.join(map(re.escape, marks)) or '(?!)'})")
 
     def _encode_behind(self, text: str) -> list[int]:
-        """The tokens of a text in mid-text: no space is put before it."""
+        """Return the tokens of a text in mid-text: no space is put before it."""
         for anchor in _ANCHORS if self._adds_space else ():
             head, both = self.encode(anchor), self.encode(anchor + text)
             if both[: len(head)] == head:
@@ -181,7 +181,7 @@ class ModelTokenizer:
         return self.encode(text)
 
     def ids_without_token(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids of a model's vocabulary that are no token: padding of its embedding, and holes."""
+        """Return the ids of a model's vocabulary that are no token: padding of its embedding, and holes."""
         taken = {*self.raw.get_vocab().values(), *self.stop_token_ids}
         return tuple(token_id for token_id in range(vocab_size) if token_id not in taken)
 
@@ -215,7 +215,7 @@ def pad_apart(folder: Path, vocab_size: int) -> int:
 
 
 def stop_token_ids(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """The tokenizer's end token, then those of generation_config.json or, where it names none, of config.json.
+    """Return the tokenizer's end token, then those of generation_config.json or, where it names none, of config.json.
 
     Chat models have several. Raises ValueError if there is none, since no response could end.
     """

@@ -1,4 +1,4 @@
-"""Decides who runs which layers of a pipelined decoder, and in what order: numbers only, no tensors.
+"""Assignment of a pipelined decoder's layers to ranks, and their order: numbers only, no tensors.
 
 A *stage* is a run of layers; each rank of the pipeline axis holds `pipeline_chunks` of them. In a loop, rank r of P
 holds stages r, r + P, ...; in a V (zbv), stages r and 2P - 1 - r, so that the first rank also ends the pipeline.
@@ -15,9 +15,9 @@ from spmdrl.resources.mesh import Axis
 
 _ONE_CHUNK = ("gpipe", "1f1b")
 _SPLIT_BACKWARD = ("zero_bubble", "zbv")
-"""Schedules that go back to inputs first and to weights later."""
+"""Schedules that compute gradients of inputs first and of weights later."""
 _SPLITS_RIGHT = "2.12"
-"""Before this PyTorch, the weights of functions with several outputs, as the head is, get wrong gradients there."""
+"""Before this PyTorch, these schedules compute wrong gradients for functions with several outputs, such as the head."""
 
 
 def check_pipeline(
@@ -27,9 +27,9 @@ def check_pipeline(
     *,
     torch_version: TorchVersion = torch.__version__,
 ) -> None:
-    """Raise ValueError where a model can't be pipelined this way; decided by each rank alone.
+    """Raise ValueError if a model can't be pipelined this way; needs no communication.
 
-    `key` is where the config has the layout.
+    `key` is the layout's place in the config.
     """
     chunks, schedule = layout.pipeline_chunks, layout.pipeline_schedule
     if layout.pipeline == 1:
@@ -59,7 +59,7 @@ def check_pipeline(
 
 
 def _chunk_complaint(layout: UpdateLayout) -> tuple[str, str]:
-    """What a schedule has against the number of chunks, and the way out; empty where nothing."""
+    """Return a schedule's rule for the number of chunks, if broken, and the way out; else empty texts."""
     chunks, schedule = layout.pipeline_chunks, layout.pipeline_schedule
     if schedule in _ONE_CHUNK and chunks != 1:
         return "holds one chunk of layers per rank", "set it to 1, or pipeline_schedule to interleaved or zero_bubble"
@@ -71,7 +71,7 @@ def _chunk_complaint(layout: UpdateLayout) -> tuple[str, str]:
 
 
 def layer_spans(num_layers: int, num_stages: int) -> list[LayerSpan]:
-    """The layers of each stage: equally many, or one more in the earlier ones, because the last has the head to run."""
+    """Return each stage's layers: equally many, or one more in earlier stages, because the last also runs the head."""
     assert 1 <= num_stages <= num_layers, (num_stages, num_layers)
     least, extra = divmod(num_layers, num_stages)
     bounds = [stage * least + min(stage, extra) for stage in range(num_stages + 1)]
@@ -82,7 +82,7 @@ def layer_spans(num_layers: int, num_stages: int) -> list[LayerSpan]:
 
 
 def stage_ranks(layout: UpdateLayout) -> tuple[int, ...]:
-    """The place on the pipeline axis that runs each stage."""
+    """Return each stage's place on the pipeline axis."""
     places = tuple(range(layout.pipeline))
     if layout.pipeline_schedule == "zbv":
         return places + places[::-1]
@@ -90,21 +90,21 @@ def stage_ranks(layout: UpdateLayout) -> tuple[int, ...]:
 
 
 def stage_numbers(pipeline: Axis, layout: UpdateLayout) -> tuple[int, ...]:
-    """The stages that this rank runs, in rising order."""
+    """Return the stages that this rank runs, in rising order."""
     return tuple(stage for stage, place in enumerate(stage_ranks(layout)) if place == pipeline.rank)
 
 
 def microbatch_count(num_microbatches: int, layout: UpdateLayout) -> int:
-    """The fewest micro-batches, no fewer than these, that PyTorch's schedules accept; the others have to be idle ones.
+    """Round up to the next number of micro-batches that PyTorch's schedules accept; the added ones are idle.
 
-    One-chunk schedules want one for each rank at least; those of several chunks go by rounds of equal length.
+    One-chunk schedules need at least one per rank; schedules of several chunks go by rounds of equal length.
     """
     assert num_microbatches >= 1, num_microbatches
     if layout.pipeline_schedule in _ONE_CHUNK:
         return max(num_microbatches, layout.pipeline)
     if layout.pipeline_schedule == "zbv":
         return num_microbatches
-    # Of n >= P there are n // P rounds; the next multiple of P is always reached.
+    # For n >= P there are n // P rounds; the next multiple of P is always reached.
     count = num_microbatches
     while count % max(1, count // layout.pipeline):
         count += 1
@@ -112,10 +112,10 @@ def microbatch_count(num_microbatches: int, layout: UpdateLayout) -> int:
 
 
 def forward_order(ranks: tuple[int, ...], num_microbatches: int) -> list[tuple[int, int]]:
-    """All (stage, micro-batch) in an order that fills a forward-only pipeline, given the rank of each stage.
+    """Return all (stage, micro-batch) in an order that fills a forward-only pipeline, given the rank of each stage.
 
-    Greedy in ticks of equal length: at each, every rank runs what is ready of its latest stage, so that results leave
-    before more begins. If every rank works, sends and receives in this one order, none can wait in a circle.
+    Greedy in ticks of equal length: at each, every rank runs the ready work of its latest stage, so that results leave
+    before more begins. If every rank works, sends and receives in this one order, there can be no deadlock.
     """
     done = [0] * len(ranks)
     order: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Passes of rows in micro-batches that fit the memory: half as many tokens each where a rank ran out of it."""
+"""Passes of rows in micro-batches that fit the memory, with half the tokens each after a rank ran out of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from spmdrl.resources.device import Device
 
 Made = TypeVar("Made")
 Rated = tuple[Sequence[int], tuple[Tensor, ...]]
-"""The members of a micro-batch, and their ratings."""
+"""Members of a micro-batch, and their ratings."""
 
 
 class FittedPasses:
-    """Plans micro-batches of rows, rates them, and does a pass anew that ran out of memory on some rank."""
+    """Plans micro-batches of rows, rates them, and repeats a pass that ran out of memory on some rank."""
 
     def __init__(
         self, passes: Passes, model: ShardedModel, training: TrainingConfig, device: Device, sharing: RowSharing | None
@@ -42,7 +42,7 @@ class FittedPasses:
         self._row_cost = row_cost_of(model.config)
 
     def plan(self, rows: TokenRows) -> list[list[int]]:
-        """The rows of each micro-batch, as many on every rank. Collective over the data axes."""
+        """Return the rows of each micro-batch, equally many on every rank. Collective over the data axes."""
         # Context ranks share each row's tokens, so together they have that many times the budget.
         max_tokens = self.limit.tokens * self._mesh.context.size
         bundles = bundle_rows(rows, self._row_cost, max_tokens=max_tokens, sharing=self._sharing)
@@ -57,7 +57,7 @@ class FittedPasses:
     def rate(self, rows: TokenRows, head_of: HeadOf) -> list[Rated]:
         """Rate rows on the device, micro-batch by micro-batch; none on ranks without the head. Collective.
 
-        All of them, since reading those of one micro-batch would wait for the device before the next is queued.
+        Returned together, since reading one micro-batch's would wait for the device before the next is queued.
         """
         return self.redone(lambda: self._rated(rows, head_of))
 
@@ -67,14 +67,14 @@ class FittedPasses:
         return self._evaluated(self._passes.prepare(rows, plan, scope), head_of) if plan else []
 
     def redone(self, attempt: Callable[[], Made]) -> Made:
-        """Repeat an attempt with half the tokens per micro-batch where a rank ran out of memory."""
+        """Repeat an attempt with half the tokens per micro-batch if a rank ran out of memory."""
         while True:
             self._passes.ran_out = ""
             try:
                 return attempt()
             except MemoryRanOut as failure:
                 self.limit.halve(failure)
-            # Behind the block, which holds what the pass had reached.
+            # Outside the block, which holds the pass's results so far.
             self._device.empty_cache()
 
     def _evaluated(self, micros: Iterable[MicroBatch], head_of: HeadOf) -> list[Rated]:
@@ -89,21 +89,21 @@ class FittedPasses:
         return found
 
     def _agree_on_memory(self) -> None:
-        """Raise MemoryRanOut on every rank where one ran out and is still in step. Collective over the data axes."""
+        """Raise MemoryRanOut on every rank if one ran out and is still in step. Collective over the data axes."""
         words = self._passes.ran_out
         if self._model.forwards_alone and self._mesh.data.max(torch.tensor([bool(words)], dtype=torch.int32)):
             who = f"rank {self._mesh.rank}" if words else "another rank"
             raise MemoryRanOut(f"{who} ran out of memory: {words or 'see its words'}")
 
     def routing_scope(self, rows: TokenRows) -> RoutingScope | None:
-        """Totals that the routers of one update share. Collective over the data axes."""
+        """Return totals shared by the routers of one update. Collective over the data axes."""
         if self._config.moe is None:
             return None
         num_rows = int(self._mesh.data.sum(torch.tensor([len(rows)])))
         return RoutingScope(self._config, self._training.routing, num_rows, self._mesh.context, self._mesh.tensor)
 
     def router_statistics(self, micros: Sequence[MicroBatch]) -> RouterStatistics | None:
-        """Metrics of the routers in an update."""
+        """Return the metrics of the routers in an update."""
         if self._config.moe is None:
             return None
         statistics = RouterStatistics(self._config, self._training.routing, self._device.torch_device)

@@ -1,8 +1,8 @@
-"""What an engine puts on a micro-batch's hidden states: log-probabilities for a policy, values for critic and reward.
+"""An engine's heads on a micro-batch's hidden states: log-probabilities for a policy, values for critic and reward.
 
-A head is made for one micro-batch and handed to the decoder, which calls it inside its own forward. Under tensor
-parallelism it gets this rank's share of the tokens and answers for all of them; the vocabulary is cut over the axis, so
-each rank computes its own logits, and only sums per place travel. All logits are never held at once.
+A head is made for one micro-batch and passed to the decoder, which calls it inside its own forward. Under tensor
+parallelism it gets this rank's share of the tokens and rates all of them; the vocabulary is cut over the axis, so each
+rank computes its own logits, and only sums per place are exchanged. All logits are never in memory at once.
 
 Shape letters: `T` packed tokens of the micro-batch, or this rank's equal share of them; `P` places to rate; `D` model
 width; `V` vocabulary, or this rank's part of it; `C` places of one chunk; `J` tokens that are rated at each place.
@@ -28,9 +28,9 @@ from spmdrl.nouns.roles import Rating
 from spmdrl.resources.mesh import Axis
 
 LOGITS_CHUNK_BYTES = 128 << 20
-"""Size of one float32 [C, V] tensor; up to three of them live at a time."""
+"""Size of one float32 [C, V] tensor; up to three of them are alive at a time."""
 NOTHING = -1e4
-"""The log-prob of no token at all: the least that differences can be made from."""
+"""Log-prob of an empty set of tokens: finite, so that differences stay defined."""
 
 
 class TokenHead(Protocol):
@@ -39,27 +39,27 @@ class TokenHead(Protocol):
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Return float32 tensors [P], the same on all ranks of the tensor axis. Collective over that axis.
 
-        A tuple even of one, because FSDP2 looks for tensors with gradients in what a forward returns.
+        A tuple even of one, because FSDP2 looks for tensors with gradients in a forward's outputs.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LogprobHead:
-    """Log-probability of the token after each place, and the entropy it was drawn from: a language model's head."""
+    """Log-probability of the token after each place, and the entropy of its distribution: a language model's head."""
 
     places_P: Tensor
-    """The tokens that predict, by their place in the micro-batch."""
+    """Predicting tokens, by their place in the micro-batch."""
     targets_P: Tensor
-    """The token after each of them; or [P, J], that token and others."""
+    """Token after each place; or [P, J], that token and others."""
     vocabulary: VocabularyPart | None = None
-    """Where a tensor axis cuts it, what this rank holds."""
+    """This rank's part, if a tensor axis cuts the vocabulary."""
     temperature: float = 1.0
     copies: Copies | None = None
     """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
-        """Log-probs and entropies [P]; where there are other tokens, the log-probs of these and of the rest [P, J]."""
+        """Return log-probs and entropies [P]; with other tokens, also log-probs of these and of the rest [P, J]."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
         hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
@@ -70,21 +70,21 @@ class LogprobHead:
 
 @dataclass(frozen=True)
 class LikeliestHead:
-    """The likeliest tokens after each place, and their log-probabilities: what a student compares its own with."""
+    """The likeliest tokens after each place, and their log-probabilities, for a student to compare with."""
 
     places_P: Tensor
     num_likeliest: int
     """Tokens per place (J)."""
     vocab_size: int
-    """Tokens from here on are never among them; their probability counts."""
+    """Tokens from here on are excluded; their probability counts."""
     vocabulary: VocabularyPart | None = None
-    """Where a tensor axis cuts it, what this rank holds."""
+    """This rank's part, if a tensor axis cuts the vocabulary."""
     temperature: float = 1.0
     copies: Copies | None = None
     """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids [P, J], int64, the likeliest first, and log-probs of these and of the rest [P, J + 1]."""
+        """Return token ids [P, J], int64, likeliest first, and log-probs of these and of the rest [P, J + 1]."""
         if self.vocabulary is not None:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
         hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
@@ -101,10 +101,10 @@ class LikeliestHead:
         return ids_PJ, logprobs_PJ
 
     def _largest(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens with the largest logits, and these, each [C, J]."""
+        """Return the tokens with the largest logits, and these, each [C, J]."""
         part, start = self.vocabulary, 0 if self.vocabulary is None else self.vocabulary.start
         allowed_CV = logits_CV[:, : max(0, self.vocab_size - start)]
-        # Ranks must offer equally many, of which the last one may have too few.
+        # Ranks must contribute equally many, of which the last one may have too few.
         num_own = self.num_likeliest if part is None else min(self.num_likeliest, part.widest)
         missing = max(0, num_own - allowed_CV.shape[1])
         largest_CJ, ids_CJ = F.pad(allowed_CV, (0, missing), value=-torch.inf).topk(num_own)
@@ -117,7 +117,7 @@ class LikeliestHead:
 
 
 def _side_by_side(own_CJ: Tensor, axis: Axis) -> Tensor:
-    """The columns of all ranks [C, ranks * J]. Collective over the axis."""
+    """Return the columns of all ranks [C, ranks * J]. Collective over the axis."""
     return gather_rows(own_CJ, axis).unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1)
 
 
@@ -125,18 +125,18 @@ def _side_by_side(own_CJ: Tensor, axis: Axis) -> Tensor:
 class ValueHead:
     """One number per place: a critic's value before each response token, or a reward model's score at a row's end.
 
-    The weight [1, D] is whole on every rank of the tensor axis. Each rank rates its own tokens, so that its gradient
-    is a part of a sum over the axis, as of every weight that isn't cut.
+    The weight [1, D] is whole on every rank of the tensor axis. Each rank rates its own tokens, so that its gradient is
+    a part of a sum over the axis, like every uncut weight's.
     """
 
     places_P: Tensor
-    """The tokens to rate, by their place in the micro-batch."""
+    """Tokens to rate, by their place in the micro-batch."""
     tensor: Axis
     copies: Copies | None = None
     """As in `MicroBatch`."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor]:
-        # In float32: a bfloat16 value would keep three digits of a return.
+        # In float32: bfloat16 would keep three digits of a return.
         own_T = F.linear(hidden_TD.to(torch.float32), weight_VD.to(torch.float32)).squeeze(1)
         values_T = gather_own_gradient(own_T, [len(own_T)] * self.tensor.size, self.tensor)
         return (_at_places(values_T, self.places_P, self.copies),)
@@ -155,17 +155,16 @@ def logprobs_and_entropy(
     vocabulary: VocabularyPart | None = None,
     chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> tuple[Tensor, ...]:
-    """log p(target) [P] and entropy in nats [P] under p = softmax(hidden @ head.T / temperature), both float32.
+    """Return log p(target) [P] and entropy in nats [P] for p = softmax(hidden @ head.T / temperature), both float32.
 
-    With several targets per place, [P, J], the log-probs are those of the first, and those of the J - 1 others come
-    third, followed by that of all tokens but these together [P, J].
-    The matrix product runs in the dtype of its inputs, all else in float32. Logits are computed chunk by chunk, and
-    again in backward, all but those of the last chunk, which are kept unless another call follows. Both outputs have
-    gradients to `hidden_PD` and `head_weight_VD`.
+    With several targets per place, [P, J], log-probs are the first target's; a third output has the J - 1 others',
+    followed by that of all remaining tokens together [P, J]. The matrix product runs in the dtype of its inputs, all
+    else in float32. Logits are computed chunk by chunk, and again in backward, except the last chunk's, which are kept
+    unless another call follows. Both outputs have gradients to `hidden_PD` and `head_weight_VD`.
 
-    With a `vocabulary` this is collective over its axis in forward, not in backward: all its ranks give the same
-    hidden states and targets and get the same results. Going back from the same loss on each of them, the gradient
-    to `hidden_PD` is this rank's part of a sum over the axis.
+    With a `vocabulary` this is collective over its axis in forward, not in backward: all its ranks pass the same hidden
+    states and targets and get the same results. With the same loss on each of them, the gradient to `hidden_PD` is this
+    rank's part of a sum over the axis.
     """
     targets_PJ = targets_P[:, None] if targets_P.ndim == 1 else targets_P
     rated = _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_PJ, temperature, vocabulary, chunk_bytes)
@@ -186,7 +185,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         # Parts may differ in size, but their ranks must go through the same chunks.
         widest = len(head_weight_VD) if vocabulary is None else vocabulary.widest
         chunks = list(_chunks(len(targets_PJ), widest, chunk_bytes))
-        # Apart from each other, as FSDP2 wants no views.
+        # Separate tensors, as FSDP2 accepts no views.
         logprobs_P = hidden_PD.new_empty(len(targets_PJ), dtype=torch.float32)
         entropy_P, highest_P, log_sum_P = (torch.empty_like(logprobs_P) for _ in range(3))
         rates_others = targets_PJ.shape[1] > 1
@@ -220,7 +219,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             by_logprob_PJ = torch.cat((first_P1, by_others_PJ), 1)
         by_hidden_PD = torch.zeros_like(hidden_PD)
         by_head_VD = torch.zeros_like(head_weight_VD, dtype=torch.float32)
-        # The last one first, so that what is kept of it isn't held beside others.
+        # The last one first, so that its kept logits aren't held beside others.
         for rows in reversed(ctx.chunks):
             above_CV = ctx.last.take()
             if above_CV is None:
@@ -251,12 +250,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 
 class _LastLogits:
-    """What backward needs of a call's last chunk, until it is taken or another call begins: one chunk per process."""
+    """A call's last logits for backward, until taken or the next call: one chunk per process."""
 
     _newest: weakref.ref[_LastLogits] | None = None
 
     def __init__(self) -> None:
-        # A schedule of several micro-batches may go forward through all of them before it goes back.
+        # A schedule of several micro-batches may run all of them forward before the first backward.
         if _LastLogits._newest is not None and (before := _LastLogits._newest()) is not None:
             before.above_CV = None
         self.above_CV: Tensor | None = None
@@ -268,7 +267,7 @@ class _LastLogits:
 
 
 class _Rated(NamedTuple):
-    """Log p(target), entropy, the highest logit, and the log of the sum of exponentials of what logits are above it."""
+    """Log p(target), entropy, highest logit, and the logsumexp of logits relative to it."""
 
     logprobs_CJ: Tensor
     entropy_C: Tensor
@@ -277,7 +276,7 @@ class _Rated(NamedTuple):
 
 
 def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]:
-    """Even chunks of at most `chunk_bytes` of float32 logits, but of at least one row."""
+    """Yield even chunks of at most `chunk_bytes` of float32 logits, but of at least one row."""
     if num_rows == 0:
         return
     rows_allowed = max(1, chunk_bytes // (vocab_size * 4))
@@ -292,12 +291,12 @@ def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Te
 
 
 def _columns(targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> tuple[Tensor, Tensor | int]:
-    """Where the targets are among this rank's logits, and whether they are."""
+    """Return the targets' columns among this rank's logits, and whether they are there."""
     return (targets_CJ, 1) if vocabulary is None else vocabulary.local(targets_CJ)
 
 
 def _rate(logits_CV: Tensor, targets_CJ: Tensor, vocabulary: VocabularyPart | None) -> _Rated:
-    """Overwrites the logits by what they are above the highest.
+    """Rate targets; overwrites the logits by their differences to the highest.
 
     With z for these and S = sum exp z, a log-prob is z_t - log S and the entropy log S - sum(z exp z) / S, so that only
     sums over the vocabulary are needed.
@@ -316,17 +315,17 @@ def _rate(logits_CV: Tensor, targets_CJ: Tensor, vocabulary: VocabularyPart | No
 
 
 def _without(above_CV: Tensor, tokens_CJ: Tensor, vocabulary: VocabularyPart | None) -> Tensor:
-    """A copy in which these tokens have no probability."""
+    """Return a copy in which these tokens have no probability."""
     columns_CJ, here_CJ = _columns(tokens_CJ, vocabulary)
-    # Tokens of other parts come to place 0, which they must leave as it is.
+    # Tokens of other parts map to place 0, which must stay unchanged.
     ends_CJ = torch.where(torch.as_tensor(here_CJ > 0, device=above_CV.device), -torch.inf, torch.inf)
     return above_CV.scatter_reduce(1, columns_CJ, ends_CJ.to(above_CV).expand(columns_CJ.shape), "amin")
 
 
 def _rest(above_CV: Tensor, tokens_CJ: Tensor, vocabulary: VocabularyPart | None) -> Tensor:
-    """The log of the sum of exponentials of what all other logits are above the highest [C].
+    """Return the logsumexp [C] of all other logits, relative to the highest.
 
-    From 1 - sum of the tokens' probabilities rounding leaves nothing of a rest below 1e-7.
+    By 1 - sum of the tokens' probabilities, rounding would lose a rest below 1e-7.
     """
     rest_C = _without(above_CV, tokens_CJ, vocabulary).logsumexp(-1).clamp(min=NOTHING)
     if vocabulary is None:
@@ -336,7 +335,7 @@ def _rest(above_CV: Tensor, tokens_CJ: Tensor, vocabulary: VocabularyPart | None
 
 
 def check_head(config: DecoderConfig, rating: Rating) -> None:
-    """Raise ValueError where the model's head isn't one that gives this rating."""
+    """Raise ValueError if the model's head can't give this rating."""
     needed = "vocab" if rating == "logprobs" else "value"
     if config.head != needed:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Splits rows into micro-batches under a token budget, which is halved where memory runs out.
+"""Division of rows into micro-batches under a token budget, which is halved when memory runs out.
 
 Shape letters: `B` rows.
 """
@@ -11,29 +11,29 @@ from collections.abc import Callable, Sequence
 from spmdrl.nouns.partition import largest_differencing
 
 MOST_HALVINGS = 3
-"""of the tokens of a micro-batch, in a run"""
+"""limit per run on halving the tokens of a micro-batch"""
 
 
 def plan_microbatches(
     lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int, agree: Callable[[int], int]
 ) -> list[list[int]]:
-    """Rows of each micro-batch, costliest first, at most `max_tokens` in each unless a single row is longer.
+    """Plan micro-batches, costliest first, at most `max_tokens` in each unless a single row is longer.
 
-    A row here is whatever goes through the model in one piece, with the tokens that it computes and what these cost.
-    `agree` turns this rank's least count into the count of all data ranks, their maximum; micro-batches for which
-    this rank has no rows are empty. Deterministic in its arguments.
+    A row here is a unit of computation, with its computed tokens and their cost. `agree` turns this rank's smallest
+    count into the maximum over data ranks; micro-batches for which this rank has no rows are empty. Deterministic in
+    its arguments.
     """
     fewest = fewest_microbatches(lengths_B, costs_B, max_tokens=max_tokens)
     count = agree(len(fewest))
-    # An assignment may fail to be found with more micro-batches where it was found with fewer.
+    # Assignment may fail with more micro-batches although it succeeds with fewer.
     plan = assign_rows(lengths_B, costs_B, count, max_tokens=max_tokens) or fewest
     plan = plan + [[] for _ in range(count - len(plan))]
-    # Ranks run their k-th micro-batches together, so the costly ones should meet.
+    # Ranks run their k-th micro-batches together, so costly ones should coincide.
     return sorted(plan, key=lambda rows: -sum(costs_B[row] for row in rows))
 
 
 def fewest_microbatches(lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """The assignment with the fewest micro-batches that is found."""
+    """Search for the assignment with the fewest micro-batches."""
     alone = sum(length >= max_tokens for length in lengths_B)
     count = alone - (-sum(length for length in lengths_B if length < max_tokens) // max_tokens)
     while (plan := assign_rows(lengths_B, costs_B, count, max_tokens=max_tokens)) is None:
@@ -44,10 +44,10 @@ def fewest_microbatches(lengths_B: Sequence[int], costs_B: Sequence[int], *, max
 def assign_rows(
     lengths_B: Sequence[int], costs_B: Sequence[int], count: int, *, max_tokens: int
 ) -> list[list[int]] | None:
-    """Spread the rows over micro-batches of nearly equal costs; None where none is found that keeps the budget.
+    """Spread the rows over micro-batches of nearly equal costs; None if none is found within the budget.
 
-    A row that fills the budget by itself is alone. Costs are balanced first, then what is over the budget is moved;
-    where that fails, balance gives way to packing.
+    A row that fills the budget by itself is alone. Costs are balanced first, then the excess over the budget is moved;
+    if that fails, rows are packed by length instead.
     """
     alone = [[row] for row, length in enumerate(lengths_B) if length >= max_tokens]
     rows = [row for row, length in enumerate(lengths_B) if length < max_tokens]
@@ -64,7 +64,7 @@ def assign_rows(
 def _moved_into_budget(
     groups: list[list[int]], lengths_B: Sequence[int], costs_B: Sequence[int], *, max_tokens: int
 ) -> list[list[int]] | None:
-    """Move rows, the shortest first, out of micro-batches over the budget to the cheapest ones with room."""
+    """Move rows, shortest first, out of micro-batches over the budget to the cheapest ones with room."""
     groups = [sorted(group, key=lambda row: (-lengths_B[row], row)) for group in groups]
     tokens = [sum(lengths_B[row] for row in group) for group in groups]
     costs = [sum(costs_B[row] for row in group) for group in groups]
@@ -86,9 +86,9 @@ def _moved_into_budget(
 def _packed_by_length(
     rows: Sequence[int], lengths_B: Sequence[int], count: int, *, max_tokens: int
 ) -> list[list[int]] | None:
-    """Put each row, longest first, where it leaves the least room (best-fit decreasing); None if one fits nowhere."""
+    """Put each row, longest first, where it leaves the least room (best-fit decreasing); None if one doesn't fit."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    # Ascending; of equal room the first comes first.
+    # Ascending; ties in order.
     room = [(max_tokens, number) for number in range(count)]
     for row in sorted(rows, key=lambda row: (-lengths_B[row], row)):
         place = bisect.bisect_left(room, (lengths_B[row], 0))
@@ -101,28 +101,28 @@ def _packed_by_length(
 
 
 class MemoryRanOut(RuntimeError):
-    """A pass ran out of memory on some rank; it was ended in step with the others, so that it can be done again."""
+    """A pass ran out of memory on some rank; all ranks ended it in step, so that it can be repeated."""
 
 
 class MicrobatchLimit:
-    """The tokens of a micro-batch at most, the same on every rank; it may be halved three times."""
+    """Most tokens of a micro-batch, the same on every rank; it may be halved three times."""
 
     def __init__(self, tokens: int):
         self._first = tokens
         self.num_halvings = 0
         self.when_halved: Callable[[str], None] | None = None
-        """called with an allocator's words once the limit was halved, on every rank"""
+        """called on every rank with the allocator's message after halving"""
 
     @property
     def tokens(self) -> int:
         return self.after(self.num_halvings)
 
     def after(self, num_halvings: int) -> int:
-        """The limit once it was halved so often."""
+        """Return the limit after this many halvings."""
         return max(1, self._first >> num_halvings)
 
     def halve(self, failure: MemoryRanOut) -> None:
-        """Go on with half as many. Raises the failure where that has been done often enough."""
+        """Halve the limit. Raises the failure if that has been done often enough."""
         if self.num_halvings == MOST_HALVINGS or self.tokens == 1:
             raise failure
         self.num_halvings += 1

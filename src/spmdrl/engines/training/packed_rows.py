@@ -1,4 +1,4 @@
-"""What a training engine takes and gives: packed rows in, scores and loss terms out.
+"""A training engine's inputs and outputs: packed rows, scores and loss terms.
 
 Shape letters: `B` rows, `T` packed tokens, `R` packed response tokens of those rows, `P` places to rate, `J` further
 tokens that are rated in each place.
@@ -36,15 +36,15 @@ class TokenRows:
     offsets: Tensor
     """[B + 1]: row b holds `tokens_T[offsets[b]:offsets[b + 1]]`."""
     prompt_lengths_B: Tensor
-    """Tokens of each row that are given, not learned."""
+    """Given tokens of each row, which aren't learned."""
     response: dict[str, Tensor] = field(default_factory=dict)
     """Values per response token, packed over rows [R, ...]."""
     experts_TLC: Tensor | None = None
-    """Experts that each token is to use in each sparse layer, -1 where the router chooses."""
+    """Experts that each token must use in each sparse layer, -1 for the router's choice."""
     is_model_T: Tensor | None = None
-    """bool: which tokens the model wrote, where an environment wrote others behind the prompt; None: all behind it."""
+    """bool: tokens by the model, if an environment wrote others after the prompt; None: all after it."""
     unit_size: int = 1
-    """So many consecutive rows go through the model in one micro-batch, as a loss needs that takes them together."""
+    """Number of consecutive rows that a loss takes together, so that they must share a micro-batch."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = self.offsets.numel() - 1, self.tokens_T.numel()
@@ -55,7 +55,7 @@ class TokenRows:
                 "offsets start at 0, end at the number of tokens and number one more than the rows"
             )
         if num_rows % self.unit_size:
-            raise ValueError(f"{num_rows} rows can't be taken {self.unit_size} at a time; leave none of a unit out")
+            raise ValueError(f"{num_rows} rows aren't whole units of {self.unit_size}; pass all rows of each unit")
         wrong = (self.prompt_lengths_B < 1) | (self.prompt_lengths_B > self.lengths_B)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
@@ -78,7 +78,7 @@ class TokenRows:
             )
         positions_T = torch.arange(self.tokens_T.numel()) - self.offsets[:-1].repeat_interleave(self.lengths_B)
         if bool((self.is_model_T & (positions_T < self.prompt_lengths_B.repeat_interleave(self.lengths_B))).any()):
-            raise ValueError("is_model_T names tokens of a prompt, but the model only writes behind it")
+            raise ValueError("is_model_T marks prompt tokens, but the model only writes after the prompt")
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -89,7 +89,7 @@ class TokenRows:
 
     @property
     def response_offsets(self) -> Tensor:
-        """[B + 1]: row b's response tokens among the R packed ones."""
+        """[B + 1] offsets of rows among the R packed response tokens."""
         if self.is_model_T is not None:
             return offsets_of(self.is_model_T)[self.offsets]
         return offsets_of(self.lengths_B - self.prompt_lengths_B)
@@ -99,7 +99,7 @@ class TokenRows:
         return int(self.response_offsets[-1])
 
     def rated_places(self, rating: Rating) -> Tensor:
-        """The packed token before each response token [R], or the last one of each row [B]."""
+        """Return the packed token before each response token [R], or the last one of each row [B]."""
         if rating == "row_values":
             return self.offsets[1:] - 1
         if self.is_model_T is not None:
@@ -109,7 +109,7 @@ class TokenRows:
         return torch.arange(int(bounds[-1])) + shift_B.repeat_interleave(bounds.diff())
 
     def targets_at(self, places_P: Tensor) -> Tensor:
-        """The tokens to rate after the places that log-probs are rated at: [P], or [P, 1 + J] with others."""
+        """Return the tokens to rate after the places of log-probs: [P], or [P, 1 + J] with others."""
         next_P = self.tokens_T[places_P + 1]
         others_PJ = self.response.get(OTHER_TOKENS)
         return next_P if others_PJ is None else torch.cat((next_P[:, None], others_PJ), 1)
@@ -134,73 +134,73 @@ class TokenRows:
         )
 
     def response_index(self, rows: Sequence[int]) -> Tensor:
-        """Where the response tokens of `select(rows)` stand among this object's R packed ones."""
+        """Return the indexes of `select(rows)`'s response tokens among this object's R packed ones."""
         every = torch.arange(self.num_response_tokens)
         return gather_ragged_rows(every, self.response_offsets, torch.as_tensor(rows, dtype=torch.int64))[0]
 
 
 def dummy_rows() -> TokenRows:
-    """The least rows that run every layer, for a rank with no rows left while its peers still compute."""
+    """Return minimal rows that run every layer, for a rank without rows while its peers still compute."""
     return TokenRows(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), torch.tensor([1]))
 
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """Where the tokens of rows, of which some share their prompts, are computed; on the host."""
+    """Layout of computed tokens for rows that share prompts; on the host."""
 
     source_T: Tensor
-    """The packed token that is computed at each place."""
+    """Packed token that is computed at each place."""
     place_A: Tensor
-    """The place at which each packed token is computed."""
+    """Place at which each packed token is computed."""
     segment_T: Tensor
     segments_BS: Tensor
-    """[B, segments] 1 where the row has the segment, else 0; float32."""
+    """[B, segments] 1 if the row has the segment, else 0; float32."""
     attend: Attend
-    """For these tokens alone."""
+    """Attention over these tokens only."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows on the device: the tokens that this rank runs through the decoder, and what a loss gets of the rows.
+    """Rows on the device: the tokens that this rank runs through the decoder, and the loss's inputs.
 
     A rank runs all `T` tokens and rates all `P` places, unless context ranks share them (`context.token_placement`).
     """
 
     members: Sequence[int]
-    """Which rows of the batch these are; empty for rows made up so that all ranks run as many micro-batches."""
+    """Indexes of these rows in the batch; empty for dummy rows that equalise the number of micro-batches."""
     num_rows: int
     num_tokens: int
-    """Of the rows, on all context ranks together."""
+    """Tokens of the rows, on all context ranks together."""
     response: dict[str, Tensor]
     """Columns of the response tokens [R]."""
     row_of_response_R: Tensor
-    """The row, within this micro-batch, of each response token."""
+    """Row, within this micro-batch, of each response token."""
     tokens_T: Tensor
     positions_T: Tensor
-    """Each token's position in its row, from 0."""
+    """Position of each token in its row, from 0."""
     row_T: Tensor
-    """The row, within this micro-batch, of each token, or its segment where rows share prompts; -1 at padding."""
+    """Row, within this micro-batch, of each token, or its segment if rows share prompts; -1 at padding."""
     attend: Attend
-    """For this micro-batch alone."""
+    """Attention for this micro-batch only."""
     places_P: Tensor
-    """The tokens to rate: for log-probs, the one before each response token."""
+    """Tokens to rate: for log-probs, the one before each response token."""
     targets_P: Tensor | None
-    """The token after each of them, or [P, 1 + J] with others beside it; None under a value head."""
+    """Token after each place, or [P, 1 + J] with others beside it; None under a value head."""
     copies: Copies | None = None
-    """The same tokens where some are rated for several rows; None where none is."""
+    """Copies of tokens that are rated for several rows; None without any."""
     segments_BS: Tensor | None = None
-    """As in `SharedLayout`; None where rows share no prompts."""
+    """As in `SharedLayout`; None if rows share no prompts."""
     route: RecordingRoute | None = None
     source_T: Tensor | None = None
-    """The packed token that each token is, -1 at padding; None where all are there in order."""
+    """Packed index of each token, -1 at padding; None if all are present in order."""
     gather_R: Callable[[Tensor], Tensor] | None = None
-    """Puts the ratings [P, ...] of all context ranks in the order of the rows; None where they are. Collective."""
+    """Collects the ratings [P, ...] of all context ranks in row order; None if they are. Collective."""
 
 
 def to_microbatch(
     rows: TokenRows, members: Sequence[int], device: torch.device, rating: Rating, layout: SharedLayout | None = None
 ) -> MicroBatch:
-    """Move rows, which are these `members` of a batch, to the device; with a layout, those tokens that it computes."""
+    """Move the rows, a batch's `members`, to the device; with a layout, only the tokens that it computes."""
     row_T = torch.arange(len(rows)).repeat_interleave(rows.lengths_B)
     positions_T = torch.arange(rows.tokens_T.numel()) - rows.offsets[:-1][row_T]
     row_of_response_R = torch.arange(len(rows)).repeat_interleave(rows.response_offsets.diff())
@@ -237,15 +237,15 @@ def to_microbatch(
 
 @dataclass(frozen=True)
 class Scores:
-    """How the model rates the response tokens, given the prompt and the earlier response tokens."""
+    """The model's ratings of the response tokens, given the prompt and the earlier response tokens."""
 
     logprobs_R: Tensor
     """Log-probability of each response token under softmax(logits / temperature), float32."""
     entropy_R: Tensor
-    """Entropy in nats of the distribution that each response token was drawn from, float32."""
+    """Entropy in nats of each response token's distribution, float32."""
     others_RJ: Tensor | None = None
-    """Log-probabilities of the tokens that the rows have beside each response token, in its place, and at last that of
-    all others together; float32."""
+    """Log-probabilities of the rows' `other_tokens` in the place of each response token, followed by that of all
+    remaining tokens together; float32."""
 
 
 @dataclass(frozen=True)
@@ -253,28 +253,28 @@ class LossTerms:
     """One micro-batch's share of the loss: shares over all micro-batches and data ranks add up to the whole."""
 
     loss: Tensor
-    """Scalar with a graph; weights such as 1 / total tokens are already inside."""
+    """Scalar with a graph, already weighted, for example by 1 / total tokens."""
     metrics: dict[str, tuple[Tensor, Tensor]]
     """Name to (sum, count), scalars that add up over micro-batches and ranks."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Name to a scalar of which the largest over micro-batches and ranks counts."""
+    """Name to a scalar whose maximum over micro-batches and ranks is reported."""
 
     def detached(self) -> LossTerms:
-        """The same without a graph, which would keep the micro-batch alive."""
+        """Return a copy without the graph, which would keep the micro-batch alive."""
         metrics = {name: (total.detach(), count.detach()) for name, (total, count) in self.metrics.items()}
         return LossTerms(self.loss.detach(), metrics, {name: value.detach() for name, value in self.maxima.items()})
 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The likeliest tokens in the place of each response token, the likeliest first."""
+    """The likeliest tokens in the place of each response token, likeliest first."""
 
     ids_RJ: Tensor
     """Token ids, int64."""
     logprobs_RJ: Tensor
-    """Log-probability of each under softmax(logits / temperature) over the whole vocabulary, and at last that of all
+    """Log-probability of each under softmax(logits / temperature) over the whole vocabulary, followed by that of all
     others together [R, J + 1]; float32."""
 
 
 LossFunction = Callable[[Any, MicroBatch], LossTerms]
-"""From `Scores`, or float32 values [R] or [B] where the head is a value head, and the rows that they are of."""
+"""From `Scores`, or a value head's float32 values [R] or [B], and their rows."""

@@ -1,6 +1,6 @@
-"""Builds this rank's part of a decoder: parallelism is put around plain modules from outside, in one fixed order.
+"""Construction of this rank's part of a decoder: parallelism wraps plain modules from outside, in one fixed order.
 
-Pipeline (which layers), expert and tensor (which slices of each weight), recomputation, then FSDP2 over what is left.
+Pipeline (layers), expert and tensor (slices of each weight), recomputation, then FSDP2 over the rest.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from spmdrl.engines.training.sharded_model import ShardedModel, holds_replicas
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, UpdateMesh
 
-# A gather of a few weights costs its messages rather than its bytes: in a model of 19 MB a unit for each layer took a
-# tenth of an update.
+# Gathering a few weights is bound by latency, not bandwidth: in a model of 19 MB a unit per layer took a tenth of an
+# update.
 ONE_UNIT_BYTES = 64 << 20
-"""A stage of at most so many bytes in the dtype that it computes in is gathered whole, once per pass."""
+"""A stage of at most this many bytes in its compute dtype is gathered whole, once per pass."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What trained weights are kept in, and what layers compute in and frozen weights are kept in.
+    """Dtypes of trained weights, and of computation and frozen weights.
 
     Gradients are reduced in float32.
     """
@@ -45,9 +45,9 @@ class Precision:
 
 
 def check_layout(config: DecoderConfig, layout: UpdateLayout, key: str = "resources.update") -> None:
-    """Raise ValueError where a model can't be cut by a fitted layout; decided by each rank alone.
+    """Raise ValueError if a model can't be cut by a fitted layout; needs no communication.
 
-    `key` is where the config has the layout.
+    `key` is the layout's place in the config.
     """
     check_pipeline(config, layout, key)
     if config.tied_head and layout.pipeline > 1 and layout.pipeline_schedule == "zbv":
@@ -65,8 +65,8 @@ def build_sharded_model(
 ) -> ShardedModel:
     """Build a model whose weights are this rank's shards, allocated but not yet filled. Collective over the mesh.
 
-    Decoders are made on the meta device, so no rank ever holds more than its part. They stay plain modules where the
-    data axes have one rank and layers compute in the dtype of their weights, and where ranks `holds_replicas`.
+    Decoders are made on the meta device, so no rank ever holds more than its part. They stay plain modules if the data
+    axes have one rank and layers compute in their weights' dtype, and if ranks `holds_replicas`.
     """
     spans = layer_spans(config.num_layers, mesh.pipeline.size * mesh.layout.pipeline_chunks)
     stages: dict[int, Decoder] = {}
@@ -77,7 +77,7 @@ def build_sharded_model(
             decoder = Decoder(config, spans[number])
         _cast_parameters(decoder, precision)
         parts[number] = Parts.of(decoder)
-        # Decided before anything is cut, so alike on all ranks. A pipeline gathers and reduces by rules of its own.
+        # Decided before cutting, so the same on all ranks. A pipeline gathers and reduces by rules of its own.
         num_bytes = sum(weight.numel() for weight in decoder.parameters()) * precision.compute.itemsize
         is_whole = num_bytes <= ONE_UNIT_BYTES and mesh.pipeline.size == 1
         apply_expert_parallel(decoder, mesh.expert, parts[number])
@@ -87,7 +87,7 @@ def build_sharded_model(
         if not is_replica:
             shard_modules(decoder, mesh, precision, whole=is_whole)
         stages[number] = decoder.to_empty(device=device)
-    # A group of one rank adds up in what layers compute in (`_fsdp_options`), unless each micro-batch is reduced.
+    # A group of one rank accumulates in the compute dtype (`_fsdp_options`), unless each micro-batch is reduced.
     adds_up_in_float32 = (
         precision.compute == torch.float32 or min(mesh.dense_shards.size(), mesh.expert_shards.size()) > 1
     )
@@ -97,7 +97,7 @@ def build_sharded_model(
 
 
 def _cast_parameters(decoder: Decoder, precision: Precision) -> None:
-    """Buffers stay in the dtype that they were made in: a router's correction is added in float32."""
+    """Cast parameters; buffers keep their dtype: a router's correction is added in float32."""
     for path, module in decoder.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_trained = decoder.config.updates(f"{path}.{name}")
@@ -106,7 +106,7 @@ def _cast_parameters(decoder: Decoder, precision: Precision) -> None:
 
 
 def recompute_layers(decoder: Decoder) -> None:
-    """Keep only each layer's input for backward, and run the layer again there (arXiv:1604.06174)."""
+    """Keep only each layer's input for backward, and recompute the layer there (arXiv:1604.06174)."""
     for layer in decoder.layers:
         # On the instance, below the hooks: FSDP gathers the layer's weights before either run.
         recomputed = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -114,10 +114,10 @@ def recompute_layers(decoder: Decoder) -> None:
 
 
 def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, whole: bool) -> None:
-    """Shard the experts, embedding, layers and head, then what is left; gradients are summed over ranks, not averaged.
+    """Shard the experts, embedding, layers and head, then the rest; gradients are summed over ranks, not averaged.
 
-    The root is resharded after forward as well, so that between two calls a rank holds nothing but its shards. A
-    `whole` decoder is one unit beside its experts; what is gathered stays until `ShardedModel.reshard`.
+    The root is resharded after forward as well, so that between two calls a rank holds only its shards. A `whole`
+    decoder is one unit beside its experts; gathered weights stay until `ShardedModel.reshard`.
     """
     casts = precision.parameters != precision.compute
     sharded = mesh.dense_shards.size() > 1
@@ -127,7 +127,7 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, w
     if mesh.expert.size > 1:
         for experts in (module for module in decoder.modules() if isinstance(module, Experts)):
             if mesh.expert_shards.size() == 1 and not casts:
-                # No other rank holds these experts: they stay plain, and nothing of them is copied.
+                # No other rank holds these experts: they stay plain, without copies.
                 lone.update(experts.parameters())
                 continue
             placement = functools.partial(_expert_placement, num_ranks=mesh.layout.expert_shard)
@@ -140,16 +140,16 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, w
         assert isinstance(decoder, FSDPModule)
         decoder.set_reshard_after_backward(False)
     elif not decoder.config.tied_head and isinstance(decoder.model.embed_tokens, FSDPModule):
-        # Its backward adds up gradients by token, for which it needs no weights.
+        # Its backward sums gradients by token, for which it needs no weights.
         decoder.model.embed_tokens.set_unshard_in_backward(False)
 
 
 def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision, *, stays: bool) -> dict[str, Any]:
-    """How FSDP2 treats weights that lie on these ranks.
+    """Return FSDP2's options for weights on these ranks.
 
     Gradients are summed in float32, over ranks and over micro-batches. On one rank without a pipeline FSDP2 sums
     nothing before it widens each micro-batch's gradient. It holds a module's gradient three times while it reduces it,
-    so it then does that in the narrower dtype. A pipeline's micro-batches are added up first and reduced once.
+    so there it uses the narrower dtype. A pipeline's micro-batches are summed first and reduced once.
     """
     sums_nothing = shards.size() == 1 and pipeline.size == 1
     reduce_dtype = precision.compute if sums_nothing else torch.float32
@@ -158,7 +158,7 @@ def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision, *, s
 
 
 def _vocabulary_modules(decoder: Decoder) -> list[nn.Module]:
-    """The embedding and the head, each gathered on its own while it is used; a tied weight stays with the root."""
+    """Return embedding and head, each gathered on its own while in use; a tied weight stays with the root."""
     if decoder.config.tied_head:
         return []
     return [module for module in (decoder.model.embed_tokens, decoder.lm_head, decoder.score) if module is not None]

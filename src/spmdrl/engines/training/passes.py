@@ -1,4 +1,4 @@
-"""Takes micro-batches forward and backward through the stages of the model that this rank holds."""
+"""Forward and backward passes of micro-batches through the stages of the model that this rank holds."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from spmdrl.resources.memory import is_out_of_memory
 from spmdrl.runtime.supervision.activity import activity
 
 ToScalar = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
-"""What the last stage makes of a micro-batch and its head's ratings: the scalar from which backward starts."""
+"""The last stage's scalar from a micro-batch and its head's ratings, from which backward starts."""
 HeadOf = Callable[[MicroBatch], TokenHead]
 """The head of a micro-batch."""
 Collect = Callable[[MicroBatch, tuple[Tensor, ...]], None]
-"""Takes over a micro-batch's ratings."""
+"""Receives a micro-batch's ratings."""
 
 
 class Passes:
@@ -57,9 +57,9 @@ class Passes:
         dtype: torch.dtype,
         sharing: RowSharing | None,
     ):
-        """`dtype` is that of the hidden states that pipeline stages hand on.
+        """`dtype` is that of hidden states between pipeline stages.
 
-        With `sharing`, rows of a micro-batch compute once what they have in common.
+        With `sharing`, rows of a micro-batch compute their common tokens once.
         """
         self._model = model
         self._mesh = model.mesh
@@ -72,14 +72,14 @@ class Passes:
         if self._mesh.tensor.size > 1:
             self._vocabulary = VocabularyPart.of(model.config.vocab_size, self._mesh.tensor)
         self.ran_out = ""
-        """an allocator's words, from where this rank ran out of memory to where the pass is begun anew"""
+        """the allocator's message, from this rank's running out of memory until the pass restarts"""
         self._pipeline: PipelineRunner | None = None
         if self._mesh.pipeline.size > 1:
             self._pipeline = PipelineRunner(model.stages, self._mesh.pipeline, self._mesh.layout, self._device)
 
     @property
     def has_ratings(self) -> bool:
-        """Whether this rank is to report what the micro-batches gave: it holds the head, and reports for its copies."""
+        """True if this rank reports the micro-batches' results: it has the head, and reports for its copies."""
         holds_head = any(decoder.span.heads for decoder in self._model.decoders)
         return holds_head and self._mesh.tensor.rank == 0 and self._mesh.context.rank == 0
 
@@ -87,7 +87,7 @@ class Passes:
         self, rows: TokenRows, plan: Sequence[list[int]], scope: RoutingScope | None = None
     ) -> Iterator[MicroBatch]:
         """Move micro-batches to the device, one by one as they are taken; with a scope, their routing is recorded."""
-        # Pipeline stages hand on hidden states of one shape.
+        # Pipeline stages exchange hidden states of one shape.
         size = None
         if self._pipeline and plan:
             size = max(self._size(_offsets(*self._laid_out(rows, members))) for members in plan)
@@ -135,7 +135,7 @@ class Passes:
         activity.advance("gradients")
 
     def _forward(self, micro: MicroBatch, to_scalar: ToScalar, head_of: HeadOf) -> Tensor:
-        """A micro-batch through a model of one stage."""
+        """Run a micro-batch forward through a model of one stage."""
 
         def run(micro: MicroBatch) -> Tensor:
             return self._run(self._model.stages[0], None, micro, to_scalar, head_of)
@@ -143,7 +143,7 @@ class Passes:
         return self._standing_in(lambda: run(micro), lambda: run(self._dummy()))
 
     def _standing_in(self, real: Callable[[], Any], dummy: Callable[[], Any]) -> Any:
-        """What `real` gives; of the dummy once this rank has run out of memory, so that it still meets the others."""
+        """Call `real`, or the dummy once this rank has run out of memory, so that it stays in step with the others."""
         if not self.ran_out:
             try:
                 return real()
@@ -165,12 +165,12 @@ class Passes:
             self._note_out(error)
 
     def _note_out(self, error: BaseException) -> None:
-        # The words alone: the error itself refers to all that the pass holds.
+        # The message only: the error itself refers to all that the pass holds.
         self.ran_out = (str(error) or "no more memory").splitlines()[0]
 
     @contextmanager
     def _leaving_shards(self) -> Iterator[None]:
-        """What is gathered may stay over all micro-batches of a pass, but not longer: an optimizer step outdates it."""
+        """Reshard afterwards: gathered weights may stay for a pass, but an optimizer step outdates them."""
         try:
             yield
         finally:
@@ -188,7 +188,7 @@ class Passes:
     def _run(
         self, stage: Decoder, inputs: Tensor | None, micro: MicroBatch, to_scalar: ToScalar, head_of: HeadOf
     ) -> Tensor:
-        """One stage's forward: hidden states for the next stage, or the scalar that the last one ends in."""
+        """Run one stage forward: returns hidden states for the next stage, or the last one's scalar."""
         activity.advance("micro-batches")
         first = micro.tokens_T if stage.span.embeds else inputs
         out: Any = stage(first, micro.positions_T, micro.attend, head_of(micro), micro.route)
@@ -197,14 +197,14 @@ class Passes:
         return to_scalar(micro, out if micro.gather_R is None else tuple(map(micro.gather_R, out)))
 
     def head(self, micro: MicroBatch, temperature: float | None = None) -> TokenHead:
-        """The model's own head, at its own temperature unless another is given."""
+        """Return the model's own head, at its own temperature unless another is given."""
         if micro.targets_P is None:
             return ValueHead(micro.places_P, self._mesh.tensor, micro.copies)
         temperature = self._temperature if temperature is None else temperature
         return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature, micro.copies)
 
     def likeliest_head(self, micro: MicroBatch, num_likeliest: int, vocab_size: int) -> TokenHead:
-        """A head that finds the likeliest tokens of the first `vocab_size` after each place."""
+        """Return a head that finds the likeliest tokens of the first `vocab_size` after each place."""
         return LikeliestHead(
             micro.places_P, num_likeliest, vocab_size, self._vocabulary, self._temperature, micro.copies
         )
@@ -214,16 +214,16 @@ class Passes:
         return chosen, None if self._sharing is None else lay_out(chosen, self._sharing)
 
     def _size(self, offsets: Tensor) -> int:
-        """Tokens and padding of all context ranks; each rank's are a multiple of the tensor axis's size.
+        """Return tokens and padding of all context ranks; each rank's are a multiple of the tensor axis's size.
 
-        No fewer than a CPU's matrix product needs to round a token as it does among many.
+        At least the number from which a CPU's matrix product rounds tokens uniformly.
         """
         context, tensor, kind = self._mesh.context.size, self._mesh.tensor.size, self._mesh.layout.context_kind
         fewest = int(offsets[-1]) if context == 1 else num_places(offsets, context, kind)
         return -(-max(fewest, LEAST_ROWS) // (context * tensor)) * (context * tensor)
 
     def _placed(self, micro: MicroBatch, rows: TokenRows, layout: SharedLayout | None, size: int | None) -> MicroBatch:
-        """The micro-batch as this rank runs it: whole, unless context ranks share its tokens or it is padded."""
+        """Return the micro-batch as this rank runs it: whole, unless context ranks share its tokens or it is padded."""
         offsets = _offsets(rows, layout)
         size = size or self._size(offsets)
         if self._mesh.context.size == 1 and size == offsets[-1]:
@@ -233,7 +233,7 @@ class Passes:
         return share_of(micro, places if layout is None else layout.place_A[places], placement)
 
     def _sum_copies(self) -> None:
-        """Complete the gradients of weights that several ranks hold, of which each has found a part. Collective."""
+        """Sum the gradients of weights that several ranks hold, of which each has a part. Collective."""
         mesh, model = self._mesh, self._model
         if model.is_replica:
             sum_gradients([one for _, one in model.named_parameters() if one.requires_grad], mesh.data)
@@ -252,7 +252,7 @@ def _marking_the_last(micros: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch
 
 
 def _recording_route(scope: RoutingScope, rows: TokenRows, micro: MicroBatch) -> RecordingRoute:
-    """The route of one micro-batch's own tokens; rows that a rank makes up count nowhere."""
+    """Return the route of one micro-batch's own tokens; dummy rows don't count."""
     device = micro.row_T.device
     row_T = micro.row_T if micro.members else torch.full_like(micro.row_T, -1)
     experts_LTC = None
@@ -266,5 +266,5 @@ def _recording_route(scope: RoutingScope, rows: TokenRows, micro: MicroBatch) ->
 
 
 def _offsets(rows: TokenRows, layout: SharedLayout | None) -> Tensor:
-    """Of what is computed, in pieces that may be padded one by one: of rows, or of all tokens where they share some."""
+    """Return offsets of the pieces that may be padded: rows, or all tokens together if rows share some."""
     return rows.offsets if layout is None else torch.tensor([0, layout.source_T.numel()])

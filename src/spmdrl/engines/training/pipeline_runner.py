@@ -1,7 +1,7 @@
-"""Runs the stages of a pipelined decoder on micro-batches, by PyTorch's schedules for training.
+"""Pipelined decoder stages on micro-batches, by PyTorch's schedules for training.
 
-Between stages travel hidden states, forward, and their gradients, back. What a stage does with a micro-batch is the
-caller's: every rank of the axis has all micro-batches, and tokens and losses are looked up by number.
+Stages exchange hidden states, forward, and their gradients, backward. The caller defines a stage's computation: every
+rank of the axis has all micro-batches, and tokens and losses are looked up by number.
 
 Shape letters: `T` tokens of a micro-batch that this rank holds between blocks, equally many in all; `D` model width.
 """
@@ -40,21 +40,21 @@ from spmdrl.resources.mesh import Axis
 
 Compute = Callable[[Decoder, Tensor | None, int], Tensor]
 """(stage, its inputs, micro-batch) -> the stage's output [T, D]. The first stage's inputs are None: its tokens are
-looked up. The last stage's output is a float32 scalar loss, or whatever tensor an evaluation wants."""
+looked up. The last stage's output is a float32 scalar loss, or an evaluation's tensor."""
 
 
 @dataclass(frozen=True)
 class StageTask:
-    """What to do with micro-batches; those from `num_microbatches` on are idle."""
+    """Work on micro-batches; those from `num_microbatches` on are idle."""
 
     compute: Compute
     num_microbatches: int
     hidden_TD: Tensor
-    """What goes from stage to stage, without its storage."""
+    """Template of the hidden states between stages, without storage."""
 
 
 class NumberedStage(nn.Module):
-    """A stage that gets the number of the micro-batch it runs, in the form that schedules can pass on."""
+    """A stage that gets its micro-batch's number in a form that schedules can pass on."""
 
     task: StageTask | None
 
@@ -64,7 +64,7 @@ class NumberedStage(nn.Module):
         self.task = None
 
     def __call__(self, *inputs: Tensor, microbatch: Tensor) -> Tensor:
-        # Read before FSDP's hooks move it to the device, where reading it would wait for all work before it.
+        # Read before FSDP's hooks move it to the device, where reading it would wait for all earlier work.
         output: Tensor = super().__call__(*inputs, microbatch=int(microbatch))
         return output
 
@@ -78,7 +78,7 @@ class NumberedStage(nn.Module):
         return output.clone() if self.decoder.span.heads else output
 
     def _pass(self, meta_TD: Tensor, hidden_TD: Tensor | None) -> Tensor:
-        """A micro-batch of zeros that goes through without any work and ends in a loss of zero."""
+        """Pass zeros through an idle micro-batch without any work; ends in a loss of zero."""
         if hidden_TD is None:
             return torch.zeros_like(meta_TD, device=next(self.parameters()).device, requires_grad=True)
         return (hidden_TD * 0).sum(dtype=torch.float32) if self.decoder.span.heads else hidden_TD.clone()
@@ -93,10 +93,10 @@ _OF_SEVERAL_STAGES = {
 
 
 class PipelineRunner:
-    """This rank's stages of a pipelined decoder, and their traffic with its neighbours on the pipeline axis.
+    """This rank's stages of a pipelined decoder, and their exchanges with its neighbours on the pipeline axis.
 
-    The stages may be sharded by FSDP2. Their gradients are then reduced once, after the last micro-batch, and from now
-    on the decoders must be run through this runner only, because it becomes the root of their shards.
+    FSDP2 may shard the stages. Their gradients are then reduced once, after the last micro-batch, and the decoders must
+    be run through this runner only, because it becomes the root of their shards.
     """
 
     def __init__(self, stages: Mapping[int, Decoder], pipeline: Axis, layout: UpdateLayout, device: torch.device):
@@ -116,9 +116,9 @@ class PipelineRunner:
     ) -> list[Tensor]:
         """Add the gradients of the sum of all losses to the weights'.
 
-        Between any two stages, hidden states have this shape [T, D] and dtype for all micro-batches. Returns the loss
-        of each micro-batch on the rank of the last stage, nothing on the others. Collective over the pipeline axis,
-        and over the axes of `compute` and FSDP2: all ranks give the same numbers.
+        Between any two stages, hidden states have this shape [T, D] and dtype for all micro-batches. Returns each
+        micro-batch's loss on the rank of the last stage, nothing on the others. Collective over the pipeline axis, and
+        over the axes of `compute` and FSDP2: all ranks pass the same numbers.
         """
         numbers = torch.arange(microbatch_count(num_microbatches, self._layout))
         task = StageTask(compute, num_microbatches, _travelling(hidden_shape, dtype))
@@ -135,7 +135,7 @@ class PipelineRunner:
     ) -> list[Tensor]:
         """Run forward only; returns the last stage's outputs by micro-batch on its rank, nothing on the others.
 
-        Collective, and with hidden states, as `train`.
+        Collective, with hidden states as in `train`.
         """
         task = StageTask(compute, num_microbatches, _travelling(hidden_shape, dtype))
         traffic = _ForwardTraffic(self._pipeline, self._ranks, task.hidden_TD, self._device)
@@ -187,7 +187,7 @@ class PipelineRunner:
 
     @contextmanager
     def _earlier_gradients(self) -> Iterator[None]:
-        """Take gradients out of the schedule's sight and add them after: some begin by dropping those of shards."""
+        """Hide gradients from the schedule and add them afterwards: some start by dropping those of shards."""
         weights = [weight for stage in self._stages.values() for weight in stage.parameters()]
         earlier = [(weight, weight.grad) for weight in weights if weight.grad is not None]
         for weight, _ in earlier:
@@ -198,10 +198,10 @@ class PipelineRunner:
 
     @contextmanager
     def _kept_whole(self) -> Iterator[None]:
-        """Leave it to schedules of several stages when weights are sharded again.
+        """Let schedules of several stages decide when weights are resharded.
 
-        They gather a stage's weights ahead of its turn. Zero-bubble ones also look for the gathered weights between
-        the passes back to inputs and to weights.
+        They gather a stage's weights ahead of its turn. Zero-bubble ones also use the gathered weights between the
+        backward passes for inputs and for weights.
         """
         sharded = [stage for stage in self._stages.values() if isinstance(stage, FSDPModule)]
         if self._layout.pipeline_schedule in _OF_ONE_STAGE:
@@ -214,7 +214,7 @@ class PipelineRunner:
 
 
 def _numbered_stage(decoder: Decoder) -> NumberedStage:
-    """A stage around a decoder, sharded if the decoder is: schedules look at the outermost module only."""
+    """Return a stage around a decoder, sharded if the decoder is: schedules look at the outermost module only."""
     stage = NumberedStage(decoder)
     if isinstance(decoder, FSDPModule):
         sharded = next(weight for weight in decoder.parameters() if isinstance(weight, DTensor))
@@ -224,7 +224,7 @@ def _numbered_stage(decoder: Decoder) -> NumberedStage:
 
 
 def _travelling(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """What goes from stage to stage, without its storage."""
+    """Return a template of the hidden states between stages, without storage."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
@@ -233,7 +233,7 @@ def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class _ForwardTraffic:
-    """Hidden states under way between stages, in the one order that all ranks keep to."""
+    """Hidden states in transfer between stages, in the one order that all ranks follow."""
 
     def __init__(self, pipeline: Axis, ranks: tuple[int, ...], hidden_TD: Tensor, device: torch.device):
         self._pipeline, self._ranks, self._hidden_TD, self._device = pipeline, ranks, hidden_TD, device
@@ -241,13 +241,13 @@ class _ForwardTraffic:
         self._leaving: tuple[dist.Work | None, Tensor] | None = None
 
     def expect(self, number: int, microbatch: int) -> None:
-        """Begin to receive what a stage of another rank makes for the next stage, of this one."""
+        """Start receiving the output of another rank's stage for the next stage, which is on this rank."""
         buffer_TD = torch.empty_like(self._hidden_TD, device=self._device, requires_grad=False)
         source = self._pipeline.ranks[self._ranks[number]]
         self._arriving[number + 1, microbatch] = dist.irecv(buffer_TD, source, self._pipeline.group), buffer_TD
 
     def take(self, number: int, microbatch: int) -> tuple[Tensor, ...]:
-        """A stage's inputs, waited for; none for the first."""
+        """Wait for a stage's inputs and return them; none for the first."""
         if number == 0:
             return ()
         work, hidden_TD = self._arriving.pop((number, microbatch))
@@ -256,7 +256,7 @@ class _ForwardTraffic:
         return (hidden_TD,)
 
     def send(self, number: int, microbatch: int, hidden_TD: Tensor) -> None:
-        """Begin to send a stage's output to the next stage, which may be on this rank too."""
+        """Start sending a stage's output to the next stage, which may also be on this rank."""
         place = self._ranks[number + 1]
         if place == self._pipeline.rank:
             self._arriving[number + 1, microbatch] = None, hidden_TD
@@ -267,7 +267,7 @@ class _ForwardTraffic:
         self._leaving = work, hidden_TD
 
     def finish(self) -> None:
-        """Wait for what was sent last, whose storage must live until then."""
+        """Wait for the last sends, whose storage must live until then."""
         if self._leaving is not None and self._leaving[0] is not None:
             self._leaving[0].wait()
         self._leaving = None
@@ -276,8 +276,8 @@ class _ForwardTraffic:
 def sum_tied_gradients(copies: Sequence[Tensor], pipeline: Axis) -> None:
     """Replace, in place, the gradients of the copies of a tied head's weight by their sum.
 
-    `copies` is what this rank stores of them: the embedding's on the rank of the first stage, the head's on that of
-    the last, cut alike; both where that is one rank, none elsewhere. Collective over the ranks that hold one.
+    `copies` are this rank's stored parts: the embedding's on the first stage's rank, the head's on the last stage's,
+    cut equally; both if they are one rank, none elsewhere. Collective over the ranks that hold one.
     """
     if len(copies) == 2:
         copies[0].add_(copies[1])

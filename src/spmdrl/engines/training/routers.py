@@ -1,6 +1,6 @@
-"""The routers of sparse layers in training: even loads, replayed choices, and their statistics.
+"""Routers of sparse layers in training: balanced loads, replayed choices, and their statistics.
 
-All of it counts real tokens only: not padding, and not the rows that a rank makes up to run as often as others.
+Only real tokens count: neither padding nor the dummy rows that equalise the number of micro-batches.
 
 Shape letters: `L` sparse layers of the whole model, `T` packed tokens, of a micro-batch those that this rank routes,
 `B` rows of a micro-batch, `E` experts, `C` chosen experts of a token.
@@ -39,16 +39,16 @@ def check_routing(routing: RoutingConfig, config: DecoderConfig) -> None:
 
 
 def sparse_layers(config: DecoderConfig) -> tuple[int, ...]:
-    """The layers that have experts."""
+    """Return the layers that have experts."""
     if config.moe is None:
         return ()
     return tuple(layer for layer in range(config.num_layers) if layer not in config.moe.dense_layers)
 
 
 def experts_of_rows(packed: Tensor, lengths_B: Tensor, config: DecoderConfig) -> Tensor:
-    """Recorded choices as [T, L, C], -1 for the last token of each row, which was generated but never fed.
+    """Return recorded choices as [T, L, C], -1 for each row's last token, which was generated but never fed.
 
-    `packed` holds rows one after another: of each token but the last, its experts in each sparse layer.
+    `packed` holds rows one after another: for each token but the last, its experts in each sparse layer.
     """
     assert config.moe is not None, "a dense model has no choices"
     num_layers, num_choices = len(sparse_layers(config)), config.moe.experts_per_token
@@ -69,7 +69,7 @@ def experts_of_rows(packed: Tensor, lengths_B: Tensor, config: DecoderConfig) ->
 
 @dataclass(frozen=True)
 class RoutingScope:
-    """What the routes of all micro-batches of one optimizer step share."""
+    """State shared by the routes of all micro-batches of one optimizer step."""
 
     model: DecoderConfig
     routing: RoutingConfig
@@ -86,20 +86,20 @@ class RoutingScope:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens of one micro-batch that this rank routes."""
+    """Tokens of one micro-batch that this rank routes."""
 
     row_T: Tensor
-    """The row at each place, or its segment; -1 where nothing counts: padding, made-up rows."""
+    """Row at each place, or its segment; -1 for places that don't count: padding, dummy rows."""
     lengths_B: Tensor
     """Tokens of each row on all context ranks."""
     experts_LTC: Tensor | None = None
-    """Experts to be used instead of the router's choice; its own where -1."""
+    """Experts to use instead of the router's choice; -1 keeps the router's."""
     segments_BS: Tensor | None = None
-    """Where rows share prompts, 1 at the segments of each row, else 0: a token counts in every row that has it."""
+    """1 at each row's segments, else 0, if rows share prompts: a token counts in every row that has it."""
 
     @property
     def num_segments(self) -> int:
-        """Rows, or the segments that they are made of."""
+        """Number of rows, or of their segments."""
         return len(self.lengths_B) if self.segments_BS is None else self.segments_BS.shape[1]
 
 
@@ -108,7 +108,7 @@ class LayerRecord:
     """Sums over this rank's real tokens in one layer; on the device."""
 
     counts_E: Tensor
-    """Tokens that went to each expert."""
+    """Number of tokens of each expert."""
     entropy: Tensor
     """Entropies in nats of the normalized affinities."""
     aux_loss: Tensor
@@ -118,25 +118,25 @@ class LayerRecord:
 class RecordingRoute:
     """Records one micro-batch's routing, attaches the balance loss, replays choices; a `Route`.
 
-    A layer that is run again, to recompute its activations, replaces its own record.
+    A recomputed layer replaces its own record.
     """
 
     def __init__(self, scope: RoutingScope, tokens: RoutedTokens):
         self.records: dict[int, LayerRecord] = {}
-        """By layer, those run so far."""
+        """records of the layers run so far"""
         self._scope = scope
         self._tokens = tokens
         self._is_real_T = tokens.row_T >= 0
-        # Tokens without a row count towards an extra last row: picking the others would wait for the device.
+        # Tokens without a row count towards an extra last row: selecting the others would wait for the device.
         self._row_T = tokens.row_T.where(self._is_real_T, tokens.num_segments)
         self._num_rows_T = self._is_real_T.to(torch.float32)
-        """Rows that each token counts in."""
+        """Number of rows that each token counts in."""
         if tokens.segments_BS is not None:
             self._num_rows_T = F.pad(tokens.segments_BS.sum(0), (0, 1)).index_select(0, self._row_T)
         self._place_of_layer = {layer: place for place, layer in enumerate(sparse_layers(scope.model))}
 
     def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective over the context axis where there is a balance loss."""
+        """Record and adjust one layer's routing. Collective over the context axis if there is a balance loss."""
         chosen_TC = self._replayed(layer, chosen_TC)
         coefficient = self._scope.routing.aux_loss_coefficient
         with torch.no_grad():
@@ -158,10 +158,10 @@ class RecordingRoute:
         return given_TC.where(given_TC >= 0, chosen_TC)
 
     def _slopes(self, scores_TE: Tensor) -> Tensor:
-        """Derivatives of the step's balance loss by the normalized affinities (arXiv:2412.19437, eq. 17 to 20).
+        """Return derivatives of the step's balance loss by the normalized affinities (arXiv:2412.19437, eq. 17 to 20).
 
         That is f / T of the token's row over the number of rows. As in eq. 18, f counts the experts with the best
-        affinities, whatever bias, group limit or replay choose. Collective over the context axis.
+        affinities, regardless of bias, group limit or replay. Collective over the context axis.
         """
         moe, lengths_B1 = self._scope.moe, self._tokens.lengths_B[:, None]
         best_TC = scores_TE.topk(moe.experts_per_token, dim=-1).indices
@@ -173,11 +173,11 @@ class RecordingRoute:
         return F.pad(slope_SE, (0, 0, 0, 1)).index_select(0, self._row_T)
 
     def _counts_per_row(self, experts_TC: Tensor) -> Tensor:
-        """How often each row has each expert [B, E]."""
+        """Count each row's uses of each expert [B, E]."""
         num_segments, num_experts = self._tokens.num_segments + 1, self._scope.moe.num_experts
         cells = (self._row_T[:, None] * num_experts + experts_TC).flatten()
         counts = cells.new_zeros(num_segments * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
-        # What doesn't count is in the last one.
+        # Places that don't count are in the last row.
         counts_SE = counts.view(num_segments, num_experts)[:-1]
         if self._tokens.segments_BS is None:
             return counts_SE
@@ -201,19 +201,19 @@ class _AddGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class RouterTotals:
-    """What the routers of all layers did with all tokens of an optimizer step."""
+    """Totals of all layers' routers over an optimizer step."""
 
     model: DecoderConfig
     routing: RoutingConfig
     counts_LE: Tensor
-    """Tokens that went to each expert of each sparse layer."""
+    """Number of tokens of each expert of each sparse layer."""
     entropy_L: Tensor
     """Sum over tokens of the entropy of the normalized affinities, in nats."""
     aux_loss_L: Tensor
-    """The balance loss without its coefficient: 1 where all experts are alike."""
+    """Balance loss without its coefficient: 1 for equal loads."""
 
     def metrics(self) -> dict[str, float]:
-        """Means over layers; loads are relative to the mean load of the layer."""
+        """Return means over layers; loads are relative to the mean load of the layer."""
         assert self.model.moe is not None, "a dense model has no routers"
         loads_LE = self.counts_LE.to(torch.float32)
         mean_L = loads_LE.mean(1)
@@ -230,18 +230,18 @@ class RouterTotals:
     def update_bias(self, decoder: Decoder) -> None:
         """Raise the correction biases of experts below the mean load by the configured rate, and lower the others'.
 
-        arXiv:2408.15664, algorithm 1. Every rank that holds a layer does the same to its copy.
+        arXiv:2408.15664, algorithm 1. Every rank that holds a layer updates its copy identically.
         """
         place_of_layer = {layer: place for place, layer in enumerate(sparse_layers(self.model))}
         for layer, bias_E in _biases(decoder):
             counts_E = self.counts_LE[place_of_layer[layer]]
-            # The sign of mean - load, in integers, so that a mean load differs from one beside it.
+            # Sign of mean - load in integers, so that a load at the mean is exact.
             lacking_E = counts_E.sum() - counts_E * len(counts_E)
             bias_E += self.routing.bias_update_rate * lacking_E.sign()
 
 
 class RouterStatistics:
-    """Adds up the records of a step's micro-batches."""
+    """Accumulates the records of a step's micro-batches."""
 
     def __init__(self, model: DecoderConfig, routing: RoutingConfig, device: torch.device):
         assert model.moe is not None, "a dense model has no routers"
@@ -253,7 +253,7 @@ class RouterStatistics:
         self._sums_L2 = torch.zeros(num_layers, 2, dtype=torch.float32, device=device)
 
     def add(self, route: RecordingRoute) -> None:
-        """Take in what a micro-batch recorded, once it is done."""
+        """Add a finished micro-batch's records."""
         for layer, record in route.records.items():
             place = self._place_of_layer[layer]
             self._counts_LE[place] += record.counts_E
@@ -271,7 +271,7 @@ class RouterStatistics:
         return {name: (value, 1.0) for name, value in metrics.items()}
 
     def totals(self, mesh: UpdateMesh) -> RouterTotals:
-        """The sums of all ranks, the same on each. Collective over the mesh."""
+        """Return the sums over all ranks, the same on each. Collective over the mesh."""
         counts_LE, sums_L2 = self._counts_LE, self._sums_L2
         # Not over the tensor axis, whose ranks route the same tokens. Layers that a stage doesn't hold add zeros.
         for axis in (mesh.data, mesh.context, mesh.pipeline):
@@ -280,7 +280,7 @@ class RouterStatistics:
 
 
 def largest_bias(decoders: Iterable[Decoder], mesh: UpdateMesh, device: torch.device) -> float:
-    """The metric router/bias_abs_max over all layers, 0 without biases. Collective over the mesh.
+    """Return the metric router/bias_abs_max over all layers, 0 without biases. Collective over the mesh.
 
     `decoders` are the parts that this rank holds.
     """
@@ -289,7 +289,7 @@ def largest_bias(decoders: Iterable[Decoder], mesh: UpdateMesh, device: torch.de
 
 
 def _biases(decoder: Decoder) -> Iterator[tuple[int, Tensor]]:
-    """The correction biases held, each with its layer."""
+    """Yield the correction biases held, each with its layer."""
     for module in decoder.modules():
         if isinstance(module, SparseFeedForward) and module.gate.e_score_correction_bias is not None:
             yield module.layer, module.gate.e_score_correction_bias

@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds for training: its stages, and which slice of which weight each tensor is."""
+"""One rank's part of a model for training: its stages, and the slice of a weight that each tensor holds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from spmdrl.resources.collectives import group_size, sum_into
 from spmdrl.resources.mesh import Axis, UpdateMesh
 
 _EMBEDDING = "model.embed_tokens.weight"
-# In float32 64 MiB: a reduction of fewer takes about as long as its messages do without content.
+# In float32 64 MiB: smaller reductions are bound by latency.
 _BUCKET_NUMEL = 16 << 20
 JOINED_BYTES = 4 << 20
-"""Gradients that are smaller travel together, in messages of about this size."""
+"""Smaller gradients are joined in messages of about this size."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Shard:
     tensor: Tensor
     """The local storage itself, not a copy."""
     slice: WeightSlice
-    """Which box of the whole tensor it holds."""
+    """Box of the whole tensor."""
     global_shape: tuple[int, ...]
     is_first: bool = True
-    """Whether no other rank counts as the holder of these elements: over all ranks, first shards tile the tensor."""
+    """True unless another rank counts as holder of these elements: over all ranks, first shards tile the tensor."""
 
 
 class ShardedModel:
@@ -54,18 +54,18 @@ class ShardedModel:
         is_replica: bool = False,
         reduces_once: bool = False,
     ):
-        """`is_replica`: ranks of the data axis hold whole copies, whose gradients are to be summed after each pass.
+        """`is_replica`: ranks of the data axis hold whole copies, whose gradients must be summed after each pass.
 
-        `reduces_once`: what FSDP2 gathers for a pass, and its gradients, stay until the end of it.
+        `reduces_once`: FSDP2's gathered weights and gradients stay until the end of a pass.
         """
         self.config = config
         self.is_replica = is_replica
         self._reduces_once = reduces_once
         self.stages = stages
-        """By stage number; with one pipeline rank and one chunk, the whole decoder is stage 0."""
+        """Stages by number; with one pipeline rank and one chunk, the whole decoder is stage 0."""
         self.mesh = mesh
         self.parts = parts
-        """What each stage holds before FSDP2 shards it."""
+        """Parts of each stage before FSDP2 shards it."""
         self._part_of = {name: held for held in parts.values() for name in held.slices}
         self._buffers = {name for decoder in stages.values() for name, _ in decoder.named_buffers()}
         self._fsdp_modules = [m for decoder in stages.values() for m in decoder.modules() if isinstance(m, FSDPModule)]
@@ -77,12 +77,12 @@ class ShardedModel:
         return list(self.stages.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters as they are now: FSDP2 replaces those that it has gathered."""
+        """Yield the current parameters: FSDP2 replaces gathered ones."""
         for decoder in self.decoders:
             yield from decoder.named_parameters()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, then the buffers that belong to the weights."""
+        """Yield parameters, then the buffers that belong to the weights."""
         yield from self.named_parameters()
         for decoder in self.decoders:
             yield from decoder.named_buffers()
@@ -92,7 +92,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def merged_shards(self) -> dict[str, Shard]:
-        """The shards of the model's own weights; to those with an adapter it is added, in float32.
+        """Return the shards of the model's own weights, with adapters added in float32.
 
         Collective over the ranks that share a weight's shards.
         """
@@ -101,14 +101,14 @@ class ShardedModel:
             for path, linear in adapted_linears(decoder):
                 shard, up = shards[f"{path}.weight"], linear.lora_A.weight
                 whole_up = up.full_tensor() if isinstance(up, DTensor) else up
-                # Cut along its outputs as the projection is.
+                # Cut along its outputs like the projection.
                 down = local_tensor(linear.lora_B.weight)
                 merged = shard.tensor.float() + linear.scale * (down.float() @ whole_up.float())
                 shards[f"{path}.weight"] = replace(shard, tensor=merged)
         return shards
 
     def named_gradients(self) -> dict[str, Shard]:
-        """The gradients that are there, cut as the weights are."""
+        """Return the existing gradients, cut like the weights."""
         return {
             name: self.shard_of(name, parameter.grad)
             for name, parameter in self.named_parameters()
@@ -116,7 +116,7 @@ class ShardedModel:
         }
 
     def shard_of(self, name: str, tensor: Tensor) -> Shard:
-        """The part that this rank holds of a weight, or of a gradient or mean that is cut like it."""
+        """Return this rank's part of a weight, or of a gradient or mean that is cut like it."""
         parts = self._part_of[name]
         box, first = parts.slices[name], name not in self._copies
         if self.mesh.tensor.size > 1:
@@ -137,10 +137,10 @@ class ShardedModel:
     def gather_whole(
         self, shards: Mapping[str, Shard], dtype: torch.dtype, *, wanted: Callable[[str], bool] = lambda name: True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor whole, good until the next one. Collective over all ranks: each takes all of them.
+        """Yield each tensor whole, valid until the next one. Collective over all ranks: each must take all of them.
 
-        The shards are weights, or gradients under the weights' names, of those that are `wanted`; what some rank lacks
-        counts as 0. Buffers keep their own dtype.
+        The shards are weights, or gradients under the weights' names, restricted to `wanted`; a missing shard counts as
+        0. Buffers keep their own dtype.
         """
         kept = buffer_dtypes(self.config)
         shapes = {name: shape for name, shape in parameter_shapes(self.config).items() if wanted(name)}
@@ -153,7 +153,7 @@ class ShardedModel:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors whole, in float32, by one reduction. Collective over all ranks.
 
-        Sums of bits with zeros keep every bit; of numbers, they would lose the sign of -0.
+        Sums of bits with zeros keep every bit; sums of numbers would lose the sign of -0.
         """
         device = next(iter(self.named_weights()))[1].device
         if group_size() == 1:
@@ -174,39 +174,39 @@ class ShardedModel:
             yield name, whole.view(shape)
 
     def tied_gradients(self) -> list[Tensor]:
-        """What this rank stores of the gradients of a tied weight: of the embedding, or of the head's copy of it.
+        """Return this rank's storage of a tied weight's gradients: the embedding's, or the head's copy of it.
 
-        None where it is frozen, on all ranks alike.
+        Empty if it is frozen, on all ranks.
         """
         held = [decoder.model.embed_tokens for decoder in self.decoders]
         return [local_tensor(one.weight.grad) for one in held if one is not None and one.weight.grad is not None]
 
     @property
     def is_plain(self) -> bool:
-        """Whether ranks don't meet inside a pass: neither FSDP2, which remembers where it stands, nor an axis does."""
+        """True if ranks don't communicate inside a pass: neither FSDP2, which is stateful, nor an axis does."""
         return not self._fsdp_modules and self.mesh.model.size == 1 and self.mesh.expert.size == 1
 
     @property
     def forwards_alone(self) -> bool:
-        """Whether ranks meet before the first layer and behind backward alone: any may do another forward pass.
+        """True if ranks communicate only before the first layer and after backward: any may do another forward pass.
 
-        Of several units, FSDP2 forgets to reduce the one whose forward was cut short in its turn.
+        With several units, FSDP2 skips the reduction of the one whose forward was interrupted.
         """
         return self.mesh.model.size == 1 and self.mesh.expert.size == 1 and len(self._fsdp_modules) <= 1
 
     def begin_microbatch(self, *, is_last: bool) -> None:
-        """Where gradients are reduced once, have them stay on this rank until the last micro-batch of a pass."""
+        """If gradients are reduced once, keep them on this rank until the last micro-batch of a pass."""
         for module in self._fsdp_modules if self._reduces_once else ():
             module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
-        """Leave nothing on the device but this rank's shards."""
+        """Free all device memory of weights except this rank's shards."""
         for module in self._fsdp_modules:
             module.reshard()
 
 
 def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    """Cut the names, in their order, into runs whose tensors are summed together."""
+    """Cut the names, in order, into runs whose tensors are summed together."""
     bucket: list[str] = []
     numel = 0
     for name, shape in shapes.items():
@@ -220,12 +220,12 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 
 
 def _is_tied_copy(decoder: Decoder) -> bool:
-    """Whether the stage holds an embedding for its head alone."""
+    """Return True if the stage holds an embedding for its head only."""
     return decoder.config.tied_head and decoder.span.heads and not decoder.span.embeds
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The storage that this rank holds of a tensor, sharded or plain, without its graph."""
+    """Return this rank's storage of a tensor, sharded or plain, without its graph."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -233,14 +233,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The local storage of every gradient that is there."""
+    """Return the local storage of every existing gradient."""
     return {name: local_tensor(weight.grad) for name, weight in parameters if weight.grad is not None}
 
 
 def holds_replicas(mesh: UpdateMesh, device: torch.device, *, parameters: torch.dtype, compute: torch.dtype) -> bool:
-    """True if ranks hold whole plain copies: data is the only axis, and layers compute in the weights' float32.
+    """Return True if ranks hold whole plain copies: data is the only axis, and layers compute in the weights' float32.
 
-    On a CPU alone, whose cores also carry the messages: FSDP2's copies in each pass hide behind nothing there.
+    On CPUs only, whose cores also carry the messages: FSDP2's copies in each pass hide behind nothing there.
     """
     is_whole = mesh.dense_shards.size() == mesh.layout.data and mesh.model.size == 1 and mesh.expert.size == 1
     return device.type == "cpu" and mesh.layout.data > 1 and is_whole and parameters == compute == torch.float32
@@ -249,7 +249,7 @@ def holds_replicas(mesh: UpdateMesh, device: torch.device, *, parameters: torch.
 def sum_gradients(parameters: Sequence[Tensor], axis: Axis) -> None:
     """Replace each gradient by its sum over the replicas. Collective over the axis.
 
-    A rank that has no gradient where another has one, as its memory ran out, takes part with zeros.
+    A rank without a gradient that another has, because its memory ran out, takes part with zeros.
     """
     has_gradient = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32)
     some_have = axis.max(has_gradient).tolist()
@@ -272,7 +272,7 @@ def _sum_one(gradient: Tensor, axis: Axis) -> None:
 
 
 def _joined(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of gradients of about JOINED_BYTES."""
+    """Yield runs of gradients of about JOINED_BYTES."""
     run: list[Tensor] = []
     for gradient in gradients:
         run.append(gradient)

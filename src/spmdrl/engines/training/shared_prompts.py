@@ -1,14 +1,14 @@
-"""Rows of a micro-batch compute what they have in common once: which tokens are computed, and where.
+"""Common tokens of a micro-batch's rows, computed once: selection and layout.
 
     rows             p0 p1 p2 a0 a1 a2 | p0 p1 p2 b0 b1 | p0 p1 p2 a0 a1 a3 | q0 q1 c0
     computed         p0 p1 p2 | q0 q1 | a0 a1 | b0         prompts and rows without company, then what follows prompts
     positions         0  1  2    0  1    3  4    3
 
-The last token of a row, behind which nothing is rated, isn't computed; so the first and the third row above are the
-same. Responses of equal tokens are frequent where a policy is sure of a short answer.
+A row's last token, after which nothing is rated, isn't computed; so the first and the third row above are the same.
+Responses of equal tokens are frequent if a policy is sure of a short answer.
 
-Shape letters: `B` rows, `A` packed tokens of all rows, `T` those that are computed, `P` places to rate. A *segment* is
-a run of computed tokens: a prompt, what follows it in rows, or a whole row.
+Shape letters: `B` rows, `A` packed tokens of all rows, `T` computed tokens, `P` places to rate. A *segment* is a run of
+computed tokens: a prompt, a run after it in rows, or a whole row.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from spmdrl.nouns.roles import Rating
 
 @dataclass(frozen=True)
 class RowSharing:
-    """What rows of one model may leave to others."""
+    """Rules of sharing between the rows of a model."""
 
     rating: Rating
     routes: bool
-    """Whether tokens are sent to experts, whose load counts each of them."""
+    """True if tokens are sent to experts, whose load counts each of them."""
 
     def computed_lengths(self, rows: TokenRows) -> list[int]:
-        """The tokens of each row [B] up to the last one that is rated, at least one; all of them where each counts."""
+        """Count each row's tokens up to the last rated one, at least one [B]; all tokens if each counts."""
         if self.routes:
             return rows.lengths_B.tolist()
         places_P, bounds = rows.rated_places(self.rating), rows.response_offsets
@@ -51,18 +51,18 @@ class RowSharing:
 
 @dataclass(frozen=True)
 class RowParts:
-    """What each row computes: a prompt, and a run of tokens behind it; both may be those of an earlier row."""
+    """Parts that each row computes: a prompt, and a run of tokens after it; both may be an earlier row's."""
 
     prompts_B: list[int]
-    """The first row with the same prompt, sent to the same experts; the row's own number where it shares none."""
+    """First row with the same prompt, sent to the same experts; the row's own number if it shares none."""
     runs_B: list[int]
-    """The first row with the same run behind the same prompt."""
+    """First row with the same run after the same prompt."""
     prompt_lengths_B: list[int]
     run_lengths_B: list[int]
 
     @classmethod
     def of(cls, rows: TokenRows, sharing: RowSharing | None) -> RowParts:
-        """Whether a row shares its prompt depends on no other row's length: those with a long run share none."""
+        """Find shared parts by rows alone: whether a row shares its prompt depends on no other row's length."""
         lengths = rows.lengths_B.tolist() if sharing is None else sharing.computed_lengths(rows)
         prompt_lengths = list(map(min, lengths, rows.prompt_lengths_B.tolist()))
         run_lengths = [length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
@@ -81,8 +81,8 @@ class RowParts:
 
 
 def _keys_of(rows: TokenRows) -> Callable[[int, int], bytes]:
-    """What the tokens between two places compute follows from."""
-    # Cut out of one copy: of a tensor, each piece would take ten times as long.
+    """Return a function of two places whose key determines the results of the tokens between them."""
+    # Cut out of one copy: slicing a tensor would take ten times as long per piece.
     tokens, width = rows.tokens_T.numpy().tobytes(), rows.tokens_T.itemsize
     if rows.experts_TLC is None:
         return lambda start, stop: tokens[start * width : stop * width]
@@ -96,19 +96,19 @@ class RowBundle:
 
     rows: Sequence[int]
     num_tokens: int
-    """Tokens that are computed, and what attention keeps of a prompt's for each run behind it."""
+    """Computed tokens, and attention's copies of a prompt for each run after it."""
     cost: int
 
 
-# Of what the backward pass needs of a computed token, its query, key, value and what is attended to are so much of it;
-# attention keeps them again for each run behind a shared prompt.
+# Share of a computed token's memory for backward that is its query, key, value and attention output; attention keeps
+# them again for each run after a shared prompt.
 _KEPT_OF_COPIES = 0.2
 
 
 def bundle_rows(rows: TokenRows, cost: RowCost, *, max_tokens: int, sharing: RowSharing | None) -> list[RowBundle]:
-    """Rows with the same prompt together, as many as keep the budget, else single units of rows.
+    """Bundle rows with the same prompt, as many as fit the budget, else single units of rows.
 
-    What a bundle computes is counted once.
+    A bundle's shared tokens are counted once.
     """
     parts = RowParts.of(rows, sharing)
     units: dict[tuple[int, ...], list[range]] = {}
@@ -135,7 +135,7 @@ def bundle_rows(rows: TokenRows, cost: RowCost, *, max_tokens: int, sharing: Row
 
 
 def _within(budget: int, units: Sequence[dict[int, int]]) -> list[list[int]]:
-    """Consecutive numbers of units in parts of at most so many tokens, unless a single one has more.
+    """Split consecutive units into parts of at most `budget` tokens, unless a single unit has more.
 
     Units hold runs with their numbers of tokens; a run counts once in a part.
     """
@@ -151,7 +151,7 @@ def _within(budget: int, units: Sequence[dict[int, int]]) -> list[list[int]]:
 
 
 def lay_out(rows: TokenRows, sharing: RowSharing) -> SharedLayout | None:
-    """The layout of rows of one micro-batch; None where all of their tokens are computed."""
+    """Return the layout of rows of one micro-batch; None if all of their tokens are computed."""
     segments = Segments.of(rows, RowParts.of(rows, sharing))
     if segments.num_tokens == rows.tokens_T.numel():
         return None
@@ -165,7 +165,7 @@ def lay_out(rows: TokenRows, sharing: RowSharing) -> SharedLayout | None:
         segment, at = segment_B[has_one], starts_B[has_one]
         place_A[_numbers(at, lengths_S[segment])] = _numbers(offsets[segment], lengths_S[segment])
         segments_BS[has_one.nonzero().squeeze(1), segment] = 1
-        # A run stands behind its row's prompt.
+        # A run follows its row's prompt.
         starts_B = starts_B + lengths_S[segments.prompts_B]
     attend: Attend = PackedCausalAttention(offsets)
     if segments.prefixes:
@@ -178,21 +178,21 @@ def lay_out(rows: TokenRows, sharing: RowSharing) -> SharedLayout | None:
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments (S) of a micro-batch, in the order in which they are computed."""
+    """Segments (S) of a micro-batch, in the order of computation."""
 
     starts_S: Tensor
-    """The first packed token of each."""
+    """First packed token of each."""
     lengths_S: Tensor
     prompts_B: Tensor
-    """Which segment each row begins with: its prompt, or all of it."""
+    """Each row's first segment: its prompt, or all of it."""
     runs_B: Tensor
-    """Which one it goes on with, or -1."""
+    """Each row's second segment, or -1."""
     prefixes: list[int]
-    """The segment before each of the last ones, which follow prompts."""
+    """Segments before the last ones, which follow prompts."""
 
     @classmethod
     def of(cls, rows: TokenRows, parts: RowParts) -> Segments:
-        """Prompts and whole rows by their first rows; behind them what follows each prompt, again by first rows."""
+        """Order prompts and whole rows by their first rows, then the runs after each prompt, again by first rows."""
         own_B, starts_B = torch.arange(len(rows)), rows.offsets[:-1]
         prompts_B, runs_B = torch.tensor(parts.prompts_B), torch.tensor(parts.runs_B)
         prompt_lengths_B, run_lengths_B = torch.tensor(parts.prompt_lengths_B), torch.tensor(parts.run_lengths_B)
@@ -222,6 +222,6 @@ class Segments:
 
 
 def _numbers(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The numbers from each start on, as many as its length."""
+    """Return the numbers from each start on, as many as its length."""
     offsets = offsets_of(lengths)
     return torch.arange(int(offsets[-1])) + (starts - offsets[:-1]).repeat_interleave(lengths)

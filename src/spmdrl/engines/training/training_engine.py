@@ -38,9 +38,9 @@ from spmdrl.runtime.supervision.activity import activity
 class TrainingEngine:
     """One model's update shards and their optimizer.
 
-    A loss function is handed in with each update, so the engine has no algorithm in it. Weights are allocated when the
-    engine is built and mean nothing until `load`. All ranks of one data rank (its pipeline, context and tensor axes)
-    are given the same rows, and get the same answers.
+    A loss function is passed with each update, so the engine has no algorithm in it. Weights are allocated when the
+    engine is built and undefined until `load`. All ranks of one data rank (its pipeline, context and tensor axes) are
+    given the same rows, and get the same results.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class TrainingEngine:
     ):
         """Build the shards. Collective over the mesh.
 
-        A frozen engine only scores; it has no optimizer and keeps its weights in the dtype that it computes in, as do
-        weights beside adapters. Others are kept in float32. `compute_dtype` is the device's own unless given. `rating`
-        is what the head gives: log-probs (a policy), a value per response token (a critic) or per row (a reward model).
-        Raises ValueError where the model has another head.
+        A frozen engine only scores; it has no optimizer and keeps its weights in the compute dtype, like weights beside
+        adapters. Others are kept in float32. `compute_dtype` is the device's own unless given. `rating` is the head's
+        output: log-probs (a policy), a value per response token (a critic) or per row (a reward model). Raises
+        ValueError if the model has another head.
         """
         check_head(config, rating)
         if not temperature > 0:
@@ -100,7 +100,7 @@ class TrainingEngine:
         if not frozen:
             self.updater = Updater(self.model, optim, device, num_updates=training.num_updates)
         self.when_skipped: Callable[[TokenRows, UpdateResult], None] | None = None
-        """called with this rank's rows of an update that was skipped, on every rank"""
+        """called on every rank with its rows of a skipped update"""
 
     def load(self, source: WeightSource) -> None:
         """Fill the weights; each rank reads only the slices that it holds."""
@@ -127,9 +127,9 @@ class TrainingEngine:
         return Scores(*map(self.mesh.pipeline.sum, (logprobs_R, entropy_R)))
 
     def likeliest(self, rows: TokenRows, num_likeliest: int, vocab_size: int) -> Likeliest:
-        """The likeliest tokens in each response token's place; on the device, in row order. Collective.
+        """Return the likeliest tokens in each response token's place; on the device, in row order. Collective.
 
-        At the engine's temperature, of the whole vocabulary; tokens from `vocab_size` on are never among them.
+        At the engine's temperature, over the whole vocabulary; tokens from `vocab_size` on are excluded.
         """
         num_tokens, device = rows.num_response_tokens, self.device.torch_device
         ids_RJ = torch.zeros((num_tokens, num_likeliest), dtype=torch.int64, device=device)
@@ -142,7 +142,7 @@ class TrainingEngine:
         return Likeliest(*map(self.mesh.pipeline.sum, (ids_RJ, logprobs_RJ)))
 
     def values(self, rows: TokenRows) -> Tensor:
-        """What a value head gives for rows, on the device: [R], or [B] of a reward model. Collective over the mesh."""
+        """Return a value head's values, on the device: [R], or [B] of a reward model. Collective over the mesh."""
         if self.rating == "logprobs":
             raise RuntimeError("this engine is a policy, which has no value head; call score, or build a critic")
         by_token, device = self.rating == "token_values", self.device.torch_device
@@ -157,8 +157,8 @@ class TrainingEngine:
     def update(self, rows: TokenRows, loss: LossFunction) -> UpdateResult:
         """Make one optimizer step over this rank's rows and its peers'. Collective over the mesh.
 
-        A loss or gradient that is not finite, on any rank, makes all ranks skip the step. Gradients are gone
-        afterwards. Raises ValueError, on every rank, where no rank has rows.
+        If loss or gradient is not finite on any rank, all ranks skip the step. Gradients are freed afterwards. Raises
+        ValueError, on every rank, if no rank has rows.
         """
 
         def attempt() -> UpdateResult:
@@ -205,24 +205,24 @@ class TrainingEngine:
         return self.updater.step(accumulated)
 
     def named_shards(self) -> dict[str, Shard]:
-        """The weights that this rank holds, by name."""
+        """Return the weights that this rank holds, by name."""
         return self.model.named_shards()
 
     def updates(self, weight: str) -> bool:
         return self.config.updates(weight)
 
     def shards_for(self, wanted: Iterable[str]) -> dict[str, Shard]:
-        """The weights that this rank holds, for a model with `wanted` ones; collective if adapters must be merged."""
+        """Return this rank's weights for a model with `wanted` ones; collective if adapters must be merged."""
         merges = self.config.lora is not None and not any(map(is_adapter, wanted))
         return self.model.merged_shards() if merges else self.named_shards()
 
     def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, adapters merged, good until the next one. Collective: every rank takes all."""
+        """Yield each weight whole, adapters merged, valid until the next one. Collective: every rank must take all."""
         self.check_weights_present("gather weights")
         yield from self.model.gather_whole(self.model.merged_shards(), dtype, wanted=lambda name: not is_adapter(name))
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Compute with the model's own weights inside this block: the policy as it was before its adapters learnt."""
+        """Compute with the model's own weights inside this block: the policy before its adapters were trained."""
         return unadapted(self.model.decoders)
 
     @property
@@ -234,25 +234,25 @@ class TrainingEngine:
         self.model.reshard()
 
     def drop_gradients(self) -> None:
-        """Free what is left of gradients; updates do so themselves."""
+        """Free remaining gradients; updates do so themselves."""
         if self.updater is not None:
             self.updater.drop_gradients()
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """AdamW's means, local parts, in the order of the parameters; the step counts are too small to count."""
+        """Return AdamW's means, local parts, in the order of the parameters; step counts are negligible."""
         return [tensor for means in self.optimizer_state().values() for tensor in means.values()]
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Local exp_avg and exp_avg_sq by parameter name, cut as `named_shards` are."""
+        """Return local exp_avg and exp_avg_sq by parameter name, cut like `named_shards`."""
         return {} if self.updater is None else self.updater.means()
 
     def check_weights_present(self, action: str) -> None:
-        """Raise RuntimeError while the weights are away, as reading freed storage would end the process, or lent."""
+        """Raise RuntimeError while the weights are on the host, since reading freed storage would crash, or lent."""
         if not self.weights_on_device:
             raise RuntimeError(
                 f"cannot {action}: the update weights are away on the host, or lent to generation; end that first"
             )
 
     def sum_over_rows(self, counts: Sequence[int]) -> list[int]:
-        """Sums of host numbers over the groups of ranks that have rows of their own. Collective over the data axes."""
+        """Return sums of host numbers over the ranks with rows of their own. Collective over the data axes."""
         return self.mesh.data.sum(torch.tensor(counts)).tolist()

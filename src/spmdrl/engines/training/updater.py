@@ -26,11 +26,11 @@ FUSED_ADAMW = ("cpu", "cuda")
 # torch.nn.utils.clip_grad_norm_'s guard against division by zero, kept so that curves can be compared.
 CLIP_EPS = 1e-6
 _LOSS = ""
-"""The loss among the metrics."""
+"""Name of the loss among the metrics."""
 
 
 def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0, in a run of `num_steps`."""
+    """Return the learning rate of optimizer step `step`, counted from 0, in a run of `num_steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -41,7 +41,7 @@ def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
 
 
 def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor], device: Device) -> torch.optim.AdamW:
-    """AdamW with its state allocated at once, so that memory and checkpoints are the same before and after a step."""
+    """Build AdamW with allocated state, so that memory and checkpoints are the same before and after a step."""
     fused = device.kind in FUSED_ADAMW
     # The fused kernel takes sharded and plain tensors, but not in one call.
     sharded: list[Tensor] = []
@@ -58,7 +58,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor], device: D
     )
     for parameter in (*sharded, *plain):
         optimizer.state[parameter] = {
-            # Where torch itself would put it: the fused kernel reads the step on the device.
+            # Torch's own placement: the fused kernel reads the step on the device.
             "step": torch.zeros((), dtype=torch.float32, device=device.torch_device if fused else "cpu"),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
@@ -67,7 +67,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor], device: D
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:
-    """The squared 2-norm of local gradients; over the ranks of one replica these add up to the global one."""
+    """Return the squared 2-norm of local gradients; over the ranks of one replica these add up to the global one."""
     return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
 
@@ -80,20 +80,20 @@ def clip_gradients(gradients: list[Tensor], *, norm: float, max_norm: float) -> 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What micro-batches left behind besides gradients."""
+    """Results of micro-batches besides gradients."""
 
     terms: Sequence[LossTerms]
-    """What they reported, still on the device; empty where another rank reports the same ones."""
+    """Their loss terms, still on the device; empty if another rank reports the same ones."""
     router: RouterStatistics | None
-    """What this rank's routers did; None in a dense model."""
+    """Statistics of this rank's routers; None in a dense model."""
     num_microbatches: int
     ran_out: str = ""
-    """Why this rank's part is missing, where its memory ran out."""
+    """Allocator's message, if this rank's part is missing because its memory ran out."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step did, the same on every data rank."""
+    """Result of one optimizer step, the same on every data rank."""
 
     loss: float
     grad_norm: float
@@ -102,22 +102,22 @@ class UpdateResult:
     metrics: dict[str, tuple[float, float]]
     """Name to (sum, count) over all micro-batches and data ranks."""
     maxima: dict[str, float]
-    """Name to the largest over all micro-batches and data ranks."""
+    """Name to the maximum over all micro-batches and data ranks."""
     num_microbatches: int
-    """Micro-batches that each data rank ran."""
+    """Number of micro-batches of each data rank."""
     skipped: bool
-    """Whether loss or gradient was not finite, so that weights and optimizer were left as they were."""
+    """True if loss or gradient was not finite, so that weights and optimizer were left unchanged."""
 
 
 class Updater:
     """AdamW over one model's shards."""
 
     def __init__(self, model: ShardedModel, config: OptimConfig, device: Device, *, num_updates: int):
-        """Allocate AdamW's means. `num_updates` are the optimizer steps of the whole run, for the schedule."""
+        """Allocate AdamW's means. `num_updates` counts the optimizer steps of the whole run, for the schedule."""
         self._model, self._config, self._num_updates = model, config, num_updates
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._optimizer = build_optimizer(config, trained.values(), device)
-        # AdamW changes them in place, and what frees their storage brings it back.
+        # AdamW changes them in place, and a swap restores their storage.
         self._means = {name: _means_of(self._optimizer.state[weight]) for name, weight in trained.items()}
         self.step_count = 0
         """Optimizer steps made so far; skipped ones don't count."""
@@ -125,7 +125,7 @@ class Updater:
     def step(self, accumulated: Accumulated) -> UpdateResult:
         """Agree on loss, norm and metrics, and step if they are finite. Collective over the mesh.
 
-        Raises MemoryRanOut, on every rank, where the part of some rank is missing.
+        Raises MemoryRanOut, on every rank, if some rank's part is missing.
         """
         gradients = self._model.named_gradients()
         faultpoint("optim", *(shard.tensor for shard in gradients.values()))
@@ -143,15 +143,15 @@ class Updater:
         return UpdateResult(loss, norm, lr, metrics, maxima, accumulated.num_microbatches, skipped=not is_finite)
 
     def drop_gradients(self) -> None:
-        """Free what is left of gradients."""
+        """Free remaining gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def means(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Local exp_avg and exp_avg_sq by parameter name, cut as the weights are."""
+        """Return local exp_avg and exp_avg_sq by parameter name, cut like the weights."""
         return self._means
 
     def set_step_count(self, step_count: int) -> None:
-        """Go on counting optimizer steps from here, in the schedule and in AdamW's bias correction."""
+        """Set the number of optimizer steps, for the schedule and AdamW's bias correction."""
         self.step_count = step_count
         for state in self._optimizer.state.values():
             state["step"].fill_(step_count)
@@ -170,10 +170,10 @@ def _means_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _agreed(squares: float, accumulated: Accumulated) -> tuple[float, dict[str, Stat]]:
-    """Norm of the whole gradient and totals of all micro-batches, the same bits on all ranks. Collective over them.
+    """Return the whole gradient's norm and totals of all micro-batches, the same bits on all ranks. Collective.
 
-    `squares` is the square of the gradients that this rank counts as the holder of. Stats by name rather than a
-    sum of vectors: a rank that ran only dummies has no names of metrics.
+    `squares` is the square of the gradients that this rank counts as holder of. Stats by name rather than a sum of
+    vectors: a rank that ran only dummies has no names of metrics.
     """
     recorder = Recorder()
     recorder.total(_LOSS, 0.0)
@@ -195,12 +195,12 @@ def _agreed(squares: float, accumulated: Accumulated) -> tuple[float, dict[str, 
 
 
 def _scalars(terms: LossTerms) -> list[Tensor]:
-    """The loss, the sum and count of each metric, and the maxima."""
+    """Return the loss, the sum and count of each metric, and the maxima."""
     return [terms.loss, *(scalar for pair in terms.metrics.values() for scalar in pair), *terms.maxima.values()]
 
 
 def _read(scalars: Sequence[Tensor]) -> list[float]:
-    """Their values, in one copy from the device for each dtype: a copy each would take longer than many a kernel."""
+    """Read the values with one copy from the device per dtype: a copy each would take longer than many a kernel."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, scalar in enumerate(scalars):
         groups.setdefault((scalar.device, scalar.dtype), []).append(index)

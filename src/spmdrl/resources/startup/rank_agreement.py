@@ -44,7 +44,7 @@ class Alike:
 
 
 def difference(groups: Sequence[Alike]) -> str | None:
-    """The first fact that differs, with each value and its ranks, or None where all agree."""
+    """Return the first fact that differs, with each value and its ranks, or None where all agree."""
     names = list(dict.fromkeys(name for group in groups for name in group.facts))
     differing = [name for name in names if len({group.facts.get(name) for group in groups}) > 1]
     if not differing:

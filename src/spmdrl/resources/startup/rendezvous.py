@@ -139,7 +139,7 @@ def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timed
 
 
 def closed_door(port: int, launch: LaunchEnvironment) -> Door:
-    """A door on a port of loopback; where this system can't close it, an open one, but only on one node."""
+    """Return a door on a port of loopback; where this system can't close it, an open one, but only on one node."""
     try:
         return Door(port)
     except OSError as error:
@@ -191,7 +191,7 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
 
 
 def _disagreement(rank: int, *, trusted: bool) -> str:
-    """The refusal of ranks that would wait for each other in two places."""
+    """Return the refusal of ranks that would wait for each other in two places."""
     mine, other = ("true", "false") if trusted else ("false", "true")
     return (
         f"ranks disagree about resources.trusted_network: {other} on rank 0, {mine} on rank {rank}; "

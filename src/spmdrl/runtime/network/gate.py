@@ -101,7 +101,7 @@ class Gate:
             self._loop.call_soon_threadsafe(self._ways.pop(key).close)
 
     def way_to(self, target: Target, disguised_port: int | None = None) -> int:
-        """A port of 127.0.0.1 from which this process, and no other, reaches the target.
+        """Return a port of 127.0.0.1 from which this process, and no other, reaches the target.
 
         `disguised_port`: the port that the service itself listens on, and names in its first answer.
         """
@@ -202,7 +202,7 @@ class Gate:
             await _pass_on(link, reader, writer)
 
     async def _dialled(self, target: Target) -> Link:
-        """A link with the target's gate, which has proved to hold the secret and to lead there."""
+        """Return a link with the target's gate, which has proved to hold the secret and to lead there."""
         reader, writer = await asyncio.open_connection(
             target.address.host, target.address.port, limit=MOST_RECORD_BYTES
         )
@@ -215,7 +215,7 @@ class Gate:
 
     @contextlib.contextmanager
     def _kept_until_done(self, writer: asyncio.StreamWriter) -> Iterator[None]:
-        """An error of a connection ends that connection, and nothing else."""
+        """Return an error of a connection ends that connection, and nothing else."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -252,7 +252,7 @@ async def _pass_on(link: Link, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _server_beside(serve: Callable[..., Any], disguised_port: int | None) -> asyncio.Server:
-    """A server on a free port of loopback with as many digits as the other port."""
+    """Return a server on a free port of loopback with as many digits as the other port."""
     for _ in range(100):
         server = await asyncio.start_server(serve, LOOPBACK, 0, limit=MOST_RECORD_BYTES)
         if disguised_port is None or len(str(_port_of(server))) == len(str(disguised_port)):
@@ -297,6 +297,6 @@ class AgentRenamed:
 
 
 def _tensorpipe_address(port: int) -> bytes:
-    """The transport and the address as TensorPipe writes them: each string after a mark and its length."""
+    """Return the transport and the address as TensorPipe writes them: each string after a mark and its length."""
     address = f"{LOOPBACK}:{port}".encode()
     return b"\xbd\x02uv\xbd" + bytes([len(address)]) + address

@@ -49,7 +49,7 @@ class Hello:
 
     @classmethod
     def of(cls, packed: bytes) -> Hello:
-        """Raises NoSecret for anything else."""
+        """Raise NoSecret for anything else."""
         magic, challenge, incarnation, from_rank, to_rank, service = _HELLO.unpack(packed)
         if magic != _MAGIC:
             raise NoSecret
@@ -86,7 +86,7 @@ class Link:
         self.writer.write(payload)
 
     async def receive(self) -> bytes:
-        """The next record; raises NoSecret where its MAC is wrong, EOFError at the end."""
+        """Return the next record; raises NoSecret where its MAC is wrong, EOFError at the end."""
         head = await self.reader.readexactly(_RECORD.size + _MAC_BYTES)
         (length,) = _RECORD.unpack_from(head)
         if length > MOST_RECORD_BYTES:
@@ -109,7 +109,7 @@ class Link:
 async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int
 ) -> tuple[Link, Hello]:
-    """The link with a dialler that wants this rank and has proved itself; it waits for a welcome or refusal.
+    """Return the link with a dialler that wants this rank and has proved itself; it waits for a welcome or refusal.
 
     Raises NoSecret or EOFError for all others.
     """
@@ -128,7 +128,7 @@ async def accept(
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, hello: Hello) -> Link:
-    """The link with a gate that has proved itself and welcomes this one.
+    """Return the link with a gate that has proved itself and welcomes this one.
 
     Raises NoSecret for a gate of another secret, TurnedAway for what is no gate of that rank, or refuses.
     """

@@ -100,7 +100,7 @@ def address_towards(host: str) -> str:
 
 
 def address_of_interface(name: str) -> str:
-    """The address of a network interface that gloo would take: its IPv4 address, else its first IPv6 address."""
+    """Return the address of a network interface that gloo would take: its IPv4 address, else its first IPv6 address."""
     with contextlib.suppress(OSError):
         return _ipv4_of_interface(name)
     if addresses := [address for interface, address in _ipv6_addresses() if interface == name]:
@@ -112,7 +112,7 @@ def address_of_interface(name: str) -> str:
 
 
 def interface_of_address(address: str) -> str:
-    """The interface that holds an address of this host."""
+    """Return the interface that holds an address of this host."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
     for _, name in socket.if_nameindex():

@@ -26,7 +26,7 @@ def secret_file(folder: Path | None, environ: Mapping[str, str] = os.environ) ->
 
 
 def _own_folder(environ: Mapping[str, str]) -> Path:
-    """The first of the usual folders for a user's own files that can be written to."""
+    """Return the first of the usual folders for a user's own files that can be written to."""
     cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache"
     temporary = Path(tempfile.gettempdir()) / f"spmdrl-{os.geteuid()}"
     for folder in (Path(cache) / "spmdrl", temporary):

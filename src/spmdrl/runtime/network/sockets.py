@@ -33,7 +33,7 @@ class Door:
     """A listening socket of this process, on loopback, that admits connections of its gate only."""
 
     def __init__(self, port: int, *, is_closed: bool = True):
-        """Raises OSError where the system can't keep others out, which an open door (`is_closed=False`) doesn't try."""
+        """Raise OSError where the system can't keep others out, which an open door (`is_closed=False`) doesn't try."""
         self.port = port
         self._is_closed = is_closed
         self._listener = own_listener(port)
@@ -45,7 +45,7 @@ class Door:
             self._check_is_closed()
 
     def admit(self) -> socket.socket:
-        """A socket that may connect to the door; `forget` it at its end."""
+        """Return a socket that may connect to the door; `forget` it at its end."""
         own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         own.bind((LOOPBACK, 0))
         self._admitted.append(own.getsockname()[1])
@@ -102,7 +102,7 @@ def listening_sockets() -> Iterator[socket.socket]:
 
 
 def own_listener(port: int) -> socket.socket:
-    """The listening socket of this process on a port of 127.0.0.1, duplicated."""
+    """Return the listening socket of this process on a port of 127.0.0.1, duplicated."""
     for found in listening_sockets():
         if _plain(found.getsockname()) == (LOOPBACK, port):
             return found.dup()

@@ -52,7 +52,7 @@ class Activity:
 
     @contextmanager
     def in_stage(self, name: str, step: int) -> Iterator[None]:
-        """The block is a stage, inside which others may be."""
+        """Return the block is a stage, inside which others may be."""
         before = self.stage, self.step, self.rows
         self._pass(name, step)
         try:
@@ -72,6 +72,6 @@ activity = Activity()
 
 
 def first_few(names: list[str], most: int = 8) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -84,7 +84,7 @@ class Agent:
                     self._do(duty)
 
     def _wait(self) -> set[int]:
-        """The descriptors that can be read, once there is one or a duty is due."""
+        """Return the descriptors that can be read, once there is one or a duty is due."""
         poll, duties = select.poll(), self._duties.copy()
         for descriptor in (self._received.fileno(), *(duty.descriptor for duty in duties if duty.descriptor >= 0)):
             poll.register(descriptor, select.POLLIN)

@@ -150,7 +150,7 @@ def _hanging(board: Board) -> list[int]:
 
 
 def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_seconds: float) -> list[int]:
-    """The ranks that hold all up; none while some rank that others may wait for makes progress.
+    """Return the ranks that hold all up; none while some rank that others may wait for makes progress.
 
     Those that don't answer, by the seconds for which they haven't; else those without progress that wait for no other
     rank; else, where all wait, those that have come least far.

@@ -49,7 +49,7 @@ class PeerFailed(Exception):
 
 
 def death(rank: int, pid: int) -> FirstFailure:
-    """The failure of a rank whose process is gone, and which has published none."""
+    """Return the failure of a rank whose process is gone, and which has published none."""
     return FirstFailure(rank, _DEATH.format(pid=pid))
 
 
@@ -59,7 +59,7 @@ def is_consequence(failure: BaseException) -> bool:
 
 
 def cause_of(failure: BaseException) -> str:
-    """A failure in one line: its type, and the first line of its text."""
+    """Return a failure in one line: its type, and the first line of its text."""
     if isinstance(failure, KeyboardInterrupt):
         return _INTERRUPTION
     if isinstance(failure, Stopped):
@@ -70,7 +70,7 @@ def cause_of(failure: BaseException) -> str:
 
 
 def stop_cause(reason: str) -> str:
-    """The cause of an end that was asked for."""
+    """Return the cause of an end that was asked for."""
     return f"{_STOP}{reason}"
 
 

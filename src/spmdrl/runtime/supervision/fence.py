@@ -63,7 +63,7 @@ def disarm_fence() -> None:
 
 
 def token_number() -> int:
-    """The number of this job's token; 0 without one."""
+    """Return the number of this job's token; 0 without one."""
     return 0 if _fence is None else _fence.number
 
 
@@ -84,7 +84,7 @@ def loss_of_folder(cause: str) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """The content of the file; nothing where it isn't there."""
+    """Return the content of the file; nothing where it isn't there."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -63,7 +63,7 @@ def silent_main_line(own: RankState, main: RankState | None, silent_seconds: flo
 def _lost_nodes(
     by_rank: Mapping[int, RankState], silent: Mapping[int, float], limit_seconds: float, ranks_per_node: int
 ) -> list[range]:
-    """The ranks of each node none of which answers."""
+    """Return the ranks of each node none of which answers."""
     if ranks_per_node == 0:
         return []
     limits = {rank: limit_seconds * by_rank[rank].patience for rank in silent}

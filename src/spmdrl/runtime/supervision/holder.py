@@ -85,7 +85,7 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
 
 
 def lock_that_was_lost() -> Path | None:
-    """The first lock that this process holds by its own account, and another one by that of the file."""
+    """Return the first lock that this process holds by its own account, and another one by that of the file."""
     return next((path for path, holder in _held_now.items() if _recorded(path) != holder), None)
 
 
@@ -108,7 +108,7 @@ def is_held(folder: Path, name: str = LOCK_FILE) -> bool:
 
 
 def _locked(path: Path) -> int | None:
-    """A locked descriptor of the file that has this name, or None where another process has the lock."""
+    """Return a locked descriptor of the file that has this name, or None where another process has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

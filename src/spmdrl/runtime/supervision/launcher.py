@@ -119,7 +119,7 @@ def _parent(pid: int) -> int:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process of this node, such as R or T; X where it is gone."""
+    """Return the kernel's letter for a process of this node, such as R or T; X where it is gone."""
     return _status(pid)[0]
 
 

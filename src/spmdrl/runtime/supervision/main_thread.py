@@ -56,7 +56,7 @@ def is_debugged() -> bool:
 
 
 def _main_stack() -> list[FrameType]:
-    """The frames of the main thread, the innermost first."""
+    """Return the frames of the main thread, the innermost first."""
     return list(_main_frames())
 
 
@@ -68,7 +68,7 @@ def _main_frames() -> Iterator[FrameType]:
 
 
 def _collective_of(stack: Iterable[FrameType]) -> str:
-    """The collective that these frames are inside of, or nothing."""
+    """Return the collective that these frames are inside of, or nothing."""
     found = ""
     for number, frame in enumerate(stack):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -145,7 +145,7 @@ class WorkSampler:
         return agent.doing(Duty(self._look, _LOOK_SECONDS))
 
     def working_seconds(self, stage_seconds: Mapping[str, float]) -> dict[str, float]:
-        """The part of each stage's seconds in which this rank worked; called once per step."""
+        """Return the part of each stage's seconds in which this rank worked; called once per step."""
         working = {}
         for stage, seconds in stage_seconds.items():
             seen = self._seen.get(stage, _Seen())

@@ -65,7 +65,7 @@ class Stopped(BaseException):
 
 
 def code_of_stop(reason: str) -> int:
-    """The exit code of a run that was asked to stop, and has saved."""
+    """Return the exit code of a run that was asked to stop, and has saved."""
     return INTERRUPTED if reason.startswith(_CTRL_C) else STOPPED
 
 

@@ -28,7 +28,7 @@ _KEYS_OF_KIND = {
 
 
 def rope_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters; transformers lets the older key win where both are given."""
+    """Return the rotary parameters; transformers lets the older key win where both are given."""
     return entries(raw, _rope_key(raw))
 
 
@@ -37,7 +37,7 @@ def _rope_key(raw: Mapping[str, Any]) -> str:
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
-    """The base of the frequencies and how they are scaled; raises ValueError for any other kind of scaling."""
+    """Return the base of the frequencies and how they are scaled; raises ValueError for any other kind of scaling."""
     key, rope = _rope_key(raw), rope_entries(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
@@ -55,7 +55,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rope
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The entries of config.json, for readers from before and after transformers 5."""
+    """Return the entries of config.json, for readers from before and after transformers 5."""
     if scaling is None:
         return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     if isinstance(scaling, Llama3Scaling):

@@ -25,7 +25,7 @@ def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None, *
 
 
 def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0; a missing or null one is the default, or an error where there is none."""
+    """Return a number above 0; a missing or null one is the default, or an error where there is none."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
@@ -50,7 +50,7 @@ def only(raw: Mapping[str, Any], key: str, supported: object) -> None:
 
 
 def entries(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object; a missing or null one is empty."""
+    """Return an object; a missing or null one is empty."""
     value = raw.get(key)
     if value is None:
         return {}
@@ -60,7 +60,7 @@ def entries(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def values(raw: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
-    """A list of values of one kind; a missing or null one is empty."""
+    """Return a list of values of one kind; a missing or null one is empty."""
     value = raw.get(key)
     if value is None:
         return []

@@ -181,7 +181,7 @@ def _write_mlp_bias(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _num_experts(raw: Mapping[str, Any], key: str) -> int:
-    """The number of experts under the family's key, or under transformers' common one; both must agree."""
+    """Return the number of experts under the family's key, or under transformers' common one; both must agree."""
     given = {name: raw[name] for name in (key, "num_local_experts") if raw.get(name) is not None}
     if len(set(map(str, given.values()))) > 1:
         raise ValueError(f"{key} {raw[key]!r} and num_local_experts {raw['num_local_experts']!r} differ; remove one")
@@ -243,7 +243,7 @@ OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def family_name(model_type: object) -> str:
-    """The family of a config.json's model_type; raises ValueError if none computes it."""
+    """Return the family of a config.json's model_type; raises ValueError if none computes it."""
     name = OTHER_NAMES.get(model_type, model_type) if isinstance(model_type, str) else ""
     if name not in FAMILIES:
         others = ", ".join(f"{other} (as {family})" for other, family in OTHER_NAMES.items())

@@ -46,7 +46,7 @@ def fingerprint(folder: str | Path) -> ModelFingerprint:
 
 
 def architecture(config: DecoderConfig) -> dict[str, Any]:
-    """The decoder's config as flat, plain JSON values: it equals its own copy from a JSON file.
+    """Return the decoder's config as flat, plain JSON values: it equals its own copy from a JSON file.
 
     Entries that are off (no sparse layers, no rope scaling) are None under their own key.
     """
@@ -55,7 +55,7 @@ def architecture(config: DecoderConfig) -> dict[str, Any]:
 
 
 def architecture_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Each key that differs, as `hidden_size is 64, not 128`; empty for the same architecture."""
+    """Return each key that differs, as `hidden_size is 64, not 128`; empty for the same architecture."""
     keys = [*expected, *(key for key in found if key not in expected)]
     return [
         f"{key} is {found.get(key)!r}, not {expected.get(key)!r}" for key in keys if found.get(key) != expected.get(key)
@@ -87,7 +87,7 @@ def _weights_digest(folder: Path) -> str:
 
 
 def _header_and_sample(file: BinaryIO, size: int, num_blocks: int) -> Iterator[bytes]:
-    """The header, then blocks spread evenly over the values, the first and the last ones among them."""
+    """Yield the header, then blocks spread evenly over the values, the first and the last ones among them."""
     length = file.read(8)
     header_bytes = int.from_bytes(length, "little")
     if len(length) < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):

@@ -28,7 +28,7 @@ HUB_FILES = (*HUB_TEXT_FILES, "*.safetensors")
 
 
 def compute_dtype(model: ModelConfig, device_kind: str) -> torch.dtype:
-    """The dtype that layers compute in on a device of this kind (cpu, cuda, npu)."""
+    """Return the dtype that layers compute in on a device of this kind (cpu, cuda, npu)."""
     if model.dtype == "auto":
         return torch.float32 if device_kind == "cpu" else torch.bfloat16
     return torch.float32 if model.dtype == "float32" else torch.bfloat16
@@ -98,7 +98,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json for this decoder with weights stored in `dtype`.
+    """Return the content of config.json for this decoder with weights stored in `dtype`.
 
     It holds no token ids: those are the tokenizer's, and stand in generation_config.json.
     """
@@ -130,7 +130,7 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _write_head(language_model: str, head: Literal["vocab", "value"]) -> dict[str, Any]:
-    """The head's entries of config.json, from the name of the family's language model class."""
+    """Return the head's entries of config.json, from the name of the family's language model class."""
     if head == "vocab":
         return {"architectures": [language_model]}
     return {
@@ -154,7 +154,7 @@ def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=8)
 def buffer_dtypes(config: DecoderConfig) -> Mapping[str, torch.dtype]:
-    """The dtype of each buffer that is a weight, by name: it keeps it whatever dtype the parameters are in."""
+    """Return the dtype of each buffer that is a weight, by name: it keeps it whatever dtype the parameters are in."""
     with torch.device("meta"):
         return MappingProxyType({name: buffer.dtype for name, buffer in Decoder(config).named_buffers()})
 

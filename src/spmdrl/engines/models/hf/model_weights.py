@@ -74,7 +74,7 @@ class WeightFiles:
         return _DTYPE_NAMES.get(dtype, dtype.lower())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a weight; raises ValueError if its experts differ."""
+        """Return the whole shape of a weight; raises ValueError if its experts differ."""
         shape = self._alike(name, lambda stored: tuple(stored.get_shape()))
         return (self._num_experts[name], *shape) if name in self._num_experts else shape
 
@@ -206,7 +206,7 @@ def is_stacked(name: str) -> bool:
 
 
 def expert_name(stacked: str, expert: int) -> str:
-    """The files' name of one expert's part of a stacked weight."""
+    """Return the files' name of one expert's part of a stacked weight."""
     match = _STACKED.fullmatch(stacked)
     assert match is not None, f"{stacked} is not the name of a stacked weight"
     return f"{match[1]}.{expert}.{match[2]}.weight"

@@ -24,7 +24,7 @@ _MOST_NAMED = 3
 
 
 def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
-    """The weights of a folder whose config.json holds `config`; raises ValueError if the two don't fit exactly.
+    """Return the weights of a folder whose config.json holds `config`; raises ValueError if the two don't fit exactly.
 
     Reads the headers of all files; values only of a tied head that is stored beside the embedding.
     """

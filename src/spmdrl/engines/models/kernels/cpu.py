@@ -147,7 +147,7 @@ class BlockedLinear:
         return self._weight.numel() * self._weight.dtype.itemsize
 
     def weight(self) -> Tensor:
-        """The weight [O, D] in the usual layout."""
+        """Return the weight [O, D] in the usual layout."""
         return self._weight.to_dense()
 
 

@@ -50,7 +50,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of x, none of whose elements is left over when vectors are filled."""
+    """Return an elementwise function of x, none of whose elements is left over when vectors are filled."""
     if x.shape[-1] % _ELEMENTS_AT_A_TIME == 0:
         return function(x)
     lacking = -x.numel() % _ELEMENTS_AT_A_TIME

@@ -128,7 +128,7 @@ def _attend_rows(
 
 
 def _from_0(offsets: Sequence[int]) -> list[int]:
-    """The ends of rows counted from the first one's start."""
+    """Return the ends of rows counted from the first one's start."""
     return [offset - offsets[0] for offset in offsets[1:]]
 
 

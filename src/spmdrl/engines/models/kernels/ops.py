@@ -67,7 +67,7 @@ def compute_batch_invariantly() -> None:
 
 
 def implementation(operation: str, tensor: Tensor) -> Callable[..., Any]:
-    """The function for the device that a tensor is on."""
+    """Return the function for the device that a tensor is on."""
     return TABLE[operation].get(tensor.device.type) or getattr(plain, operation)
 
 

@@ -135,7 +135,7 @@ class PackedRows:
         return RowTable(torch.tensor(rows, dtype=torch.int64).view(-1, 4), torch.arange(1, len(rows) + 1))
 
     def cumulative(self, device: torch.device) -> Tensor:
-        """The offsets as int32 on a device."""
+        """Return the offsets as int32 on a device."""
         if device not in self._cumulative:
             self._cumulative[device] = to_device(torch.tensor(self.offsets, dtype=torch.int32), device)
         return self._cumulative[device]
@@ -202,11 +202,11 @@ def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequenc
 
 
 def pad_values(keys: Tensor, values: Tensor) -> Tensor:
-    """The values with zeros behind them up to the head size of the keys."""
+    """Return the values with zeros behind them up to the head size of the keys."""
     missing = keys.shape[-1] - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
 
 
 def nothing_attended(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
-    """The result of no tokens [0, H, U], which differentiates by all three all the same."""
+    """Return the result of no tokens [0, H, U], which differentiates by all three all the same."""
     return q_THK[..., : v_TJU.shape[-1]] + 0.0 * (k_TJK.sum() + v_TJU.sum())

@@ -134,7 +134,7 @@ def grouped_mm_takes(rows_MD: Tensor, weights_EOD: Tensor) -> bool:
 
 
 def grouped_mm_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    """Each expert's linear layer on its own rows; returns [M, O]."""
+    """Return each expert's linear layer on its own rows; returns [M, O]."""
     ends_E = counts_E.to(rows_MD.device, non_blocking=True).cumsum(0).to(torch.int32)
     product_MO = F.grouped_mm(rows_MD.contiguous(), weights_EOD.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(product_MO)

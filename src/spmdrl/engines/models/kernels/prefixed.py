@@ -40,7 +40,7 @@ class Copies:
 
     @classmethod
     def of(cls, index: Tensor, padded_slots: Tensor | None = None) -> Copies:
-        """Copies of these rows, on the host; padded slots have no gradient."""
+        """Copy of these rows, on the host; padded slots have no gradient."""
         counts = torch.ones(index.shape, dtype=torch.bool)
         if padded_slots is not None:
             counts[padded_slots] = False
@@ -58,7 +58,7 @@ class Copies:
 
 
 def copy_rows(values: Tensor, copies: Copies) -> Tensor:
-    """The copies [slots, ...]; backward adds up each row's gradients in the order of its slots."""
+    """Return the copies [slots, ...]; backward adds up each row's gradients in the order of its slots."""
     return _CopyRows.apply(values, copies)
 
 
@@ -121,12 +121,12 @@ class PrefixedRows:
         self._packed: dict[torch.device, PackedKeys] = {}
 
     def followers(self) -> list[Tensor]:
-        """The tokens of each row behind a prefix: those of the prefix, then its own."""
+        """Return the tokens of each row behind a prefix: those of the prefix, then its own."""
         pieces = self._pieces()
         return [torch.cat((pieces[prefix], own)) for prefix, own in self._behind()]
 
     def whole_rows(self) -> list[Tensor]:
-        """The tokens of every row, all of its own or behind a prefix."""
+        """Return the tokens of every row, all of its own or behind a prefix."""
         return [torch.cat(row) for row in self._rows_in_parts()]
 
     @cached_property
@@ -155,7 +155,7 @@ class PrefixedRows:
         return self._plans[device]
 
     def packed(self, device: torch.device) -> PackedKeys:
-        """The keys of rows behind prefixes, with their indexes on a device."""
+        """Return the keys of rows behind prefixes, with their indexes on a device."""
         if device not in self._packed:
             rows, offsets = self.followers(), offsets_of(self._lengths)
             self._packed[device] = PackedKeys(
@@ -168,7 +168,7 @@ class PrefixedRows:
         return self._packed[device]
 
     def _rows_in_parts(self) -> list[tuple[Tensor, ...]]:
-        """The tokens of every row in one or two parts."""
+        """Return the tokens of every row in one or two parts."""
         pieces, prefixes = self._pieces(), set(self._prefixes)
         alone = [(piece,) for number, piece in enumerate(pieces) if number not in prefixes]
         return [*alone, *((pieces[prefix], own) for prefix, own in self._behind())]

@@ -2,8 +2,8 @@
 
 begun -> written: this rank's files are on the disk -> over: on the main rank, published or failed
 
-No thread takes part in a collective. What each rank wrote, the main rank's thread finds in the job's store, so that a
-checkpoint is published as soon as the last file is there, wherever the steps are.
+No thread takes part in a collective. The main rank's thread finds each rank's report in the job's store, so that a
+checkpoint is published as soon as the last file is there, whichever step is running.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
 class Board(Protocol):
-    """Where ranks leave what the others look for, as in the stores of torch.distributed."""
+    """Key-value store shared by ranks, such as those of torch.distributed."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -41,27 +41,27 @@ class RankOfSave:
 
 @dataclass(frozen=True)
 class EndOfSave:
-    """How a save ended, and when, by `time.perf_counter`."""
+    """Result of a save, with its time by `time.perf_counter`."""
 
     result: SaveResult
     time: float
 
 
 class BackgroundSave:
-    """One checkpoint on its way to the disk."""
+    """A checkpoint being written."""
 
     def __init__(
         self, store: CheckpointStore, place: RankOfSave, step: int, aside: Path, *, number: int,
         write: Callable[[], Sequence[Path]], write_last: Callable[[], Sequence[Path]], after: Callable[[], None],
     ):  # fmt: skip
-        """Begins at once. `number` is that of the save in this process, the same on all ranks.
+        """Start at once. `number` counts the saves of this process, the same on all ranks.
 
         `write` writes this rank's files into the folder `aside`; on the main rank, `write_last` writes more once all
         ranks have, and `after` follows the publication.
         """
         self.step = step
         self.end: EndOfSave | None = None
-        """on the main rank, once it is over"""
+        """on the main rank, set when it is over"""
         self._store = store
         self._place = place
         self._aside = aside
@@ -72,17 +72,17 @@ class BackgroundSave:
         threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=True).start()
 
     def wait_for_files(self, seconds: float | None = None) -> None:
-        """Wait until this rank's files are written, or for so long; raises what isn't a failure of the disk."""
+        """Wait until this rank's files are written, at most `seconds`; raises failures other than the disk's."""
         self._is_written.wait(seconds)
         self.check()
 
     def wait(self, seconds: float | None = None) -> None:
-        """On the main rank, wait until it is over, or for so long; raises what isn't a failure of the disk."""
+        """On the main rank, wait until it is over, at most `seconds`; raises failures other than the disk's."""
         self._is_over.wait(seconds)
         self.check()
 
     def check(self) -> None:
-        """Raise, on this rank, what its thread met with that isn't a failure of the disk."""
+        """Raise, on this rank, its thread's failure, except the disk's."""
         if self._failure is not None:
             raise self._failure
 
@@ -94,7 +94,7 @@ class BackgroundSave:
             if self._store.is_main:
                 self.end = EndOfSave(self._publish(), time.perf_counter())
         except BaseException as failure:
-            # Raised where the main thread looks: FolderTaken, or a mistake in a part of the run.
+            # Raised in the main thread: FolderTaken, or a mistake in a part of the run.
             self._failure = failure
         finally:
             self._is_written.set()

@@ -33,14 +33,14 @@ from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.collectives import broadcast_bytes, gather_bytes
 from spmdrl.runtime.supervision.fence import FolderTaken, check_fence, token_number
 
-# As saves name what they put beside the checkpoints.
+# Names of the folders that saves use beside the checkpoints.
 _ASIDE = re.compile(r"\.(old|forgotten|writing(_\d+)?)")
 WRITE_FAILURES = (OSError, SafetensorError, MemoryError, RuntimeError)
-"""What a full or failing disk raises, through Python's files, safetensors or torch."""
+"""Exceptions of Python's files, safetensors or torch for a full or failing disk."""
 
 
 def model_dtype(checkpoint: CheckpointConfig, computed: torch.dtype) -> torch.dtype:
-    """The dtype of the model's weights in checkpoints of a run that computes in this one."""
+    """Return the dtype of checkpointed weights for a run that computes in this one."""
     if checkpoint.dtype == "auto":
         return computed
     return torch.float32 if checkpoint.dtype == "float32" else torch.bfloat16
@@ -48,7 +48,7 @@ def model_dtype(checkpoint: CheckpointConfig, computed: torch.dtype) -> torch.dt
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What a save did: the folder, or None with the reason why there is none."""
+    """Result of a save: the folder, or None with the reason."""
 
     folder: Path | None
     num_bytes: int = 0
@@ -65,7 +65,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote of a checkpoint, or the reason why it could not."""
+    """One rank's files of a checkpoint, or the reason why they could not be written."""
 
     files: Mapping[str, FileEntry]
     error: str | None = None
@@ -83,7 +83,7 @@ class CheckpointStore:
     """The checkpoints of one run, in a folder that every rank can reach."""
 
     def __init__(self, root: Path, config: CheckpointConfig, *, is_main: bool, required: Collection[str] = ()):
-        """`required` are the files that every sound checkpoint holds."""
+        """`required` are the files that every sound checkpoint has."""
         self.root = root
         self.config = config
         self.is_main = is_main
@@ -93,11 +93,11 @@ class CheckpointStore:
         return self.root / step_folder_name(step)
 
     def save(self, step: int, write: Callable[[Path], Iterable[Path]]) -> SaveResult:
-        """Write one checkpoint. Collective: every rank calls it with what writes its own files.
+        """Write one checkpoint. Collective: every rank calls it with the function that writes its own files.
 
-        `write(folder)` returns the paths that this rank wrote below `folder`. If it fails for want of space on any
-        rank, nothing is left behind, and the result has the reason. The earlier checkpoints stay until `forget_old`.
-        Raises FolderTaken on the ranks of a job that has lost the run's folder.
+        `write(folder)` returns the paths that this rank wrote below `folder`. If it fails for lack of space on any
+        rank, nothing is left behind, and the result has the reason. Earlier checkpoints stay until `forget_old`. Raises
+        FolderTaken on the ranks of a job that has lost the run's folder.
         """
         aside, error = self.begin(step)
         if error is not None:
@@ -108,12 +108,12 @@ class CheckpointStore:
         return SaveResult.from_json(broadcast_bytes(result))
 
     def begin(self, step: int) -> tuple[Path, str | None]:
-        """Make the folder that a checkpoint is written into; on every rank, that folder, or why there is none.
+        """Make the folder that a checkpoint is written into; returns it on every rank, or the reason for failing.
 
         Collective. Raises FolderTaken on the ranks of a job that has lost the run's folder.
         """
         check_fence()
-        # No two jobs write into the same folder, whatever became of their locks.
+        # No two jobs write into the same folder, whatever happened to their locks.
         aside = self.root / f".writing_{token_number()}_{step_folder_name(step)}"
         error = ""
         if self.is_main:
@@ -132,9 +132,9 @@ class CheckpointStore:
             return Written({}, text_of(failure))
 
     def publish(self, step: int, aside: Path, reports: Sequence[Written]) -> SaveResult:
-        """On the main rank, give the checkpoint its name once every rank has written; else remove what there is.
+        """On the main rank, rename the checkpoint to its name if every rank has written, else remove its files.
 
-        Raises FolderTaken where the run's folder was lost.
+        Raises FolderTaken if the run's folder was lost.
         """
         error = next((report.error for report in reports if report.error is not None), None)
         files = {name: entry for report in reports for name, entry in report.files.items()}
@@ -148,7 +148,7 @@ class CheckpointStore:
         return SaveResult(None, error=error)
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed save left half-written, on the main rank."""
+        """Delete, on the main rank, half-written folders of killed saves."""
         if not self.is_main:
             return
         for aside in self.root.glob(".*step_*"):
@@ -177,7 +177,7 @@ class CheckpointStore:
             _rename(target, old)
             _refuse_newer(old, target, manifest.token)
         try:
-            # Refused by the kernel where another job has published this step meanwhile.
+            # Refused by the kernel if another job has published this step meanwhile.
             _rename(aside, target)
         except OSError:
             with suppress(OSError):
@@ -187,12 +187,12 @@ class CheckpointStore:
         shutil.rmtree(old, ignore_errors=True)
 
     def forget_old(self, newest: int, *, kept: Collection[int] = ()) -> None:
-        """Delete, on the main rank, what is neither in `kept` nor kept by the config now that `newest` is there."""
+        """Delete, on the main rank, checkpoints that neither `kept` nor the config keeps now that `newest` is there."""
         steps = [step for step in self.steps() if step <= newest] if self.is_main else []
         every = self.config.keep_every
         for step in steps[: -self.config.keep_last]:
             if step not in kept and not (every and step % every == 0):
-                # A job that is killed in the middle of it leaves no half of a checkpoint under its name.
+                # A job that is killed during deletion leaves no half of a checkpoint under its name.
                 aside = self.root / f".forgotten_{step_folder_name(step)}"
                 with suppress(OSError):
                     check_fence()
@@ -200,7 +200,7 @@ class CheckpointStore:
                     shutil.rmtree(aside)
 
     def steps(self) -> list[int]:
-        """Steps that have a finished folder, oldest first."""
+        """Return the steps that have a finished folder, oldest first."""
         return steps_in(self.root)
 
 
@@ -211,14 +211,14 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _refuse_newer(moved: Path, target: Path, token: int) -> None:
-    """Put back a folder that was to be replaced, and raise FolderTaken, where a newer job has written it.
+    """Put back a replaced folder, and raise FolderTaken, if a newer job has written it.
 
-    Looked at once it has been moved, since it could change before.
+    Checked after moving it, since it could change before.
     """
     try:
         newer = read_manifest(moved).token
     except (OSError, ValueError):
-        # Damaged, so that the run went on from before it.
+        # Damaged, so the run resumed from an earlier one.
         return
     if newer > token:
         os.rename(moved, target)

@@ -1,4 +1,4 @@
-"""Who carries out the writes of a checkpoint: at once, or later, from copies of what must be in it."""
+"""Execution of a checkpoint's writes: at once, or later from copies of the content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.host_memory import free_host_bytes
 
 Weights = Iterable[tuple[str, Tensor]]
-# Of what is free when the first snapshot begins; the rest is for what comes later, such as the files' pages.
+# Share of the memory free at the first snapshot; the rest is for later needs, such as the files' pages.
 _MOST_OF_FREE = 0.7
 _SLAB_BYTES = 64 << 20
 # More than any dtype or copy needs.
@@ -22,31 +22,31 @@ _ALIGNMENT = 64
 
 
 class FileWrites(Protocol):
-    """Takes what a part of a run has to write, in the order in which it is written."""
+    """Receives the writes of a part of a run, in order."""
 
     def add(self, write: Callable[[], Iterable[Path]]) -> None:
-        """Have files written, now or later, by a function that returns their paths and communicates nothing."""
+        """Execute, now or later, a function that writes files and returns their paths; it must not communicate."""
 
     def follow(self, write: Callable[[], Iterable[Path]]) -> bool:
-        """Have the main rank write files once those of all ranks are there, from which it may read; False where nothing
-        can follow. All ranks get the same answer."""
+        """Let the main rank write files once those of all ranks are there, from which it may read; returns False, on
+        all ranks, if nothing can follow."""
         ...
 
     def held(self, tensor: Tensor) -> Tensor:
-        """What a function that is added may read in place of a tensor that changes: itself, or a copy on the host."""
+        """Return a changing tensor as an added function may read it: itself, or a copy on the host."""
         ...
 
     def held_weights(self, weights: Weights) -> Weights:
-        """The same for weights of which each is good until the next one. Collective where they are gathered."""
+        """Return the same for weights that are each valid until the next one. Collective if they are gathered."""
         ...
 
 
 class WritesAtOnce:
-    """Carries out each write as it is added, without copies."""
+    """Executes each write as it is added, without copies."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
-        """the files that were written"""
+        """written files"""
 
     def add(self, write: Callable[[], Iterable[Path]]) -> None:
         self.paths += write()
@@ -68,14 +68,14 @@ class WritesItsFiles(Protocol):
 
 
 def written_at_once(part: WritesItsFiles, folder: Path) -> list[Path]:
-    """Write a part's files below `folder` and return their paths. Collective where the part's gathers are."""
+    """Write a part's files below `folder` and return their paths. Collective if the part's gathers are."""
     writes = WritesAtOnce()
     part.write_to(folder, writes)
     return writes.paths
 
 
 def add_text(writes: FileWrites, path: Path, content: str) -> None:
-    """Have a text written."""
+    """Add the write of a text."""
 
     def write() -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,14 +86,14 @@ def add_text(writes: FileWrites, path: Path, content: str) -> None:
 
 
 class NoHostMemory(MemoryError):
-    """The host hasn't the memory for copies of a checkpoint."""
+    """Raised if the host lacks memory for copies of a checkpoint."""
 
 
 class HostCopies:
-    """Memory for one snapshot at a time, kept for the next one: fresh pages would take longer than the copies."""
+    """Memory of one snapshot at a time, reused for the next: fresh pages would take longer than the copies."""
 
     def __init__(self, device: Device, *, num_ranks: int):
-        """`device` is where the tensors are, `num_ranks` how many ranks share the host."""
+        """`device` holds the tensors; `num_ranks` ranks share the host."""
         self.device = device
         self.num_ranks = num_ranks
         self._slabs: list[Tensor] = []
@@ -105,13 +105,13 @@ class HostCopies:
         return sum(map(len, self._slabs))
 
     def reuse(self) -> None:
-        """Give the same memory out again; what was there is over."""
+        """Reuse the same memory; its content is lost."""
         self._next = (0, 0)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy in this memory, complete once the tensor's device has come to it.
+        """Return a contiguous copy in this memory, complete once the tensor's device has reached it.
 
-        Raises NoHostMemory where it would take more than the host can spare.
+        Raises NoHostMemory if it would take more than the host can spare.
         """
         memory = self._take(tensor.numel() * tensor.element_size())
         copy = memory.view(tensor.dtype).view(tensor.shape)
@@ -131,7 +131,7 @@ class HostCopies:
             self._room = int(free_host_bytes() * _MOST_OF_FREE / self.num_ranks)
         if num_bytes > self._room:
             raise NoHostMemory(
-                f"{self.num_bytes + num_bytes} bytes of copies are needed, and the host has "
+                f"{self.num_bytes + num_bytes} bytes of copies are needed, but the host has "
                 f"{self.num_bytes + self._room} to spare for this rank"
             )
         self._room -= num_bytes
@@ -142,7 +142,7 @@ class Snapshot:
     """Collects the writes of a checkpoint, with copies of the tensors that they read."""
 
     def __init__(self, copies: HostCopies):
-        """What an earlier snapshot holds in `copies` is over."""
+        """Overwrite earlier snapshots in `copies`."""
         copies.reuse()
         self._copies = copies
         self._writes: list[Callable[[], Iterable[Path]]] = []
@@ -162,13 +162,13 @@ class Snapshot:
         return [(name, self.held(weight)) for name, weight in weights]
 
     def complete(self) -> None:
-        """Wait until all copies are there: from here on what was copied may change."""
+        """Wait for all copies: afterwards the copied tensors may change."""
         self._copies.device.synchronize()
 
     def write(self) -> list[Path]:
-        """Carry out the writes in their order; returns the files."""
+        """Execute the writes in order; returns the files."""
         return [path for write in self._writes for path in write()]
 
     def write_following(self) -> list[Path]:
-        """On the main rank, carry out what follows the writes of all ranks; returns the files."""
+        """On the main rank, execute the writes that follow those of all ranks; returns the files."""
         return [path for write in self._following for path in write()]

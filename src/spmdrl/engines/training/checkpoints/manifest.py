@@ -1,6 +1,6 @@
-"""The list of a checkpoint's files with their sizes and digests, and what is wrong with a folder by its list.
+"""List of a checkpoint's files with their sizes and digests, and the check of a folder against it.
 
-Whatever a folder holds instead of a list, from a flipped bit to someone else's file, is damage and never an exception.
+Anything else in place of a list, from a flipped bit to a foreign file, is damage and never an exception.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEP_PREFIX = "step_"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be."""
+    """Expected size and digest of a file."""
 
     bytes: int
     sha256: str
@@ -33,12 +33,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one checkpoint by their paths below its folder."""
+    """Files of one checkpoint by their paths below its folder."""
 
     step: int
     files: Mapping[str, FileEntry]
     token: int = 0
-    """the number of the token of the job that wrote it; 0: none"""
+    """number of the writing job's token; 0: none"""
 
     def to_json(self) -> str:
         files = {name: asdict(entry) for name, entry in sorted(self.files.items())}
@@ -51,7 +51,7 @@ def step_folder_name(step: int) -> str:
 
 
 def step_of_folder(name: str) -> int | None:
-    """The step that a folder's name stands for, or None for a name that no checkpoint has."""
+    """Return the step in a folder's name, or None for a name that no checkpoint has."""
     digits = name.removeprefix(_STEP_PREFIX)
     # Other scripts have digits too, which int() reads or refuses.
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
@@ -60,15 +60,15 @@ def step_of_folder(name: str) -> int | None:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps that have a finished folder below `root`, oldest first."""
+    """Return the steps that have a finished folder below `root`, oldest first."""
     found = [step_of_folder(path.parent.name) for path in root.glob(f"{_STEP_PREFIX}*/{MANIFEST}")]
     return sorted(step for step in found if step is not None)
 
 
 def damage(folder: Path, required: Collection[str] = (), *, below: str = "") -> str | None:
-    """What is wrong with a checkpoint folder, or None if all its files, with the `required` ones, are as written.
+    """Describe a checkpoint folder's damage; None if all its files, with the `required` ones, are as written.
 
-    Only files whose names begin with `below` are read.
+    Only files with names that begin with `below` are read.
     """
     try:
         return _damage(folder, read_manifest(folder), required, below)
@@ -77,7 +77,7 @@ def damage(folder: Path, required: Collection[str] = (), *, below: str = "") -> 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises ValueError for anything but a list of files that stays inside the folder."""
+    """Read the list of files; raises ValueError for anything else, and for paths outside the folder."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes().decode(), object_pairs_hook=_without_duplicates)
@@ -122,7 +122,7 @@ def sync_file(path: Path) -> None:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """The entry of a file that was just written, once it is on the disk."""
+    """Return the entry of a file that was just written, once it is on the disk."""
     sync_file(path)
     entry = FileEntry(path.stat().st_size, sha256_of(path))
     faultpoint("checkpoint.write", path)
@@ -132,7 +132,7 @@ def describe_file(path: Path) -> FileEntry:
 def _damage(folder: Path, manifest: Manifest, required: Collection[str], below: str) -> str | None:
     step = step_of_folder(folder.name)
     if step is not None and step != manifest.step:
-        return f"it holds step {manifest.step}, whatever its name says"
+        return f"it holds step {manifest.step}, unlike its name"
     missing = sorted(set(required) - manifest.files.keys())
     if missing:
         return f"its {MANIFEST} doesn't list {missing[0]}"
@@ -145,7 +145,7 @@ def _damage(folder: Path, manifest: Manifest, required: Collection[str], below: 
             return f"{name} has {path.stat().st_size} bytes instead of {entry.bytes}"
         if sha256_of(path) != entry.sha256:
             return f"{name} was changed: its sha256 is not the one in {MANIFEST}"
-    # Readers take every tensor file of a folder, so one too many is as wrong as one too few.
+    # Readers load every tensor file of a folder, so extra files are as wrong as missing ones.
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
     unlisted = {name for name in present if name.startswith(below)} - files.keys()
     return f"{min(unlisted)} is not listed in its {MANIFEST}" if unlisted else None
@@ -165,7 +165,7 @@ def _is_count(value: object) -> bool:
 
 
 def _digest_of(files: Mapping[str, Any], token: int) -> str:
-    # Manifests of jobs without a token are digested as before there were any.
+    # Manifests of jobs without a token keep the digest of versions before tokens.
     content = [token, files] if token else files
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

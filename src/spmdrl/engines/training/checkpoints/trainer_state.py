@@ -1,6 +1,6 @@
-"""What a checkpoint keeps of a training engine, in files that any other shard layout can read back.
+"""A training engine's state in checkpoints, in files that any other shard layout can read.
 
-Each rank writes its own shards; a reader picks the pieces that meet the slice it wants from whichever files hold them.
+Each rank writes its own shards; a reader picks the pieces that overlap its slice from whichever files hold them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHARDS = "shards_*.safetensors"
 
 
 def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
-    """Master weights, AdamW's means and its step count, under `kind/name`: the storage itself, not copies.
+    """Return master weights, AdamW's means and step count, under `kind/name`: the storage itself, not copies.
 
-    Beside adapters, weights that stay are left out: they come from the model that the run began with.
-    Over all ranks each slice is in exactly one rank's state: the first copy's.
+    With adapters, frozen weights are left out: they come from the run's initial model. Over all ranks each slice is in
+    exactly one rank's state, that of its first copy.
     """
     engine.check_weights_present("save the trainer's state")
     state: dict[str, Shard] = {}
@@ -49,9 +49,9 @@ def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
 
 
 def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
-    """Fill weights, AdamW's means and step count from what any layout has written.
+    """Fill weights, AdamW's means and step count from files of any layout.
 
-    Raises ValueError, before anything is changed, where the files are of another model.
+    Raises ValueError, before changing anything, if the files are of another model.
     """
     engine.check_weights_present("load the trainer's state")
     shapes = parameter_shapes(engine.config)
@@ -70,7 +70,7 @@ def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
 def write_shards(folder: Path, rank: int, shards: Mapping[str, Shard]) -> Path:
     """Write one rank's shards to its file in `folder`, and return the file's path; nothing is synced to disk yet.
 
-    The slices stand in the file's own header, so tensors and index can't be parted.
+    The slices are in the file's own header, so that tensors and index can't be separated.
     """
     path = folder / f"shards_{rank:05d}.safetensors"
     slices = {key: [shard.slice.starts, shard.slice.stops] for key, shard in shards.items()}
@@ -81,10 +81,10 @@ def write_shards(folder: Path, rank: int, shards: Mapping[str, Shard]) -> Path:
 
 
 class ShardFiles:
-    """The shards that all ranks wrote into one folder, read by slices."""
+    """Shards that all ranks wrote into one folder, read by slices."""
 
     def __init__(self, folder: Path):
-        """Open every rank's file and read its index. Raises ValueError where files are missing or damaged."""
+        """Open every rank's file and read its index. Raises ValueError if files are missing or damaged."""
         self.folder = folder
         self._pieces: dict[str, list[tuple[Any, WeightSlice]]] = {}
         paths = sorted(folder.glob(_SHARDS))
@@ -107,7 +107,7 @@ class ShardFiles:
             self._pieces.setdefault(key, []).append((file, piece))
 
     def _whole_shape(self, key: str) -> tuple[int, ...]:
-        """The shape that the pieces tile; raises ValueError where they leave a part out or hold one twice."""
+        """Return the shape that the pieces tile; raises ValueError for missing or duplicate elements."""
         pieces = [piece for _, piece in self._pieces[key]]
         shape = tuple(max(stops) for stops in zip(*(piece.stops for piece in pieces), strict=True))
         num_found = sum(piece.num_elements for piece in pieces)
@@ -119,9 +119,9 @@ class ShardFiles:
         return shape
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the weights here are those of a model with these shapes by name, all and no others.
+        """Raise ValueError unless the weights are exactly those of a model with these shapes by name.
 
-        AdamW's means are compared where they are there; which of them are needed depends on what is trained.
+        AdamW's means are compared if present; the trained parameters decide which are needed.
         """
         stored = {key.partition("/")[2] for key in self._shapes if key.startswith("weight/")}
         if differing := sorted(stored ^ set(shapes)):
@@ -137,7 +137,7 @@ class ShardFiles:
                 )
 
     def read(self, kind: str, wanted: WeightSlice) -> Tensor:
-        """Assemble one slice from the pieces that meet it. Raises ValueError where pieces are missing."""
+        """Assemble one slice from the pieces that overlap it. Raises ValueError if pieces are missing."""
         key = _key(kind, wanted)
         out: Tensor | None = None
         num_found = 0

@@ -1,6 +1,6 @@
-"""Attention of packed rows of queries to packed rows of keys, one part of a softmax over more keys.
+"""Attention of packed query rows to packed key rows, as one part of a softmax over more keys.
 
-The parts are joined by their logsumexps: each output weighs exp(its logsumexp - the joint one), and backward needs the
+Parts are joined by their logsumexps: each output has weight exp(its logsumexp - the joint one), and backward needs the
 joint output and logsumexp only (FlashAttention-2, arXiv:2307.08691, sections 2.2 and 3.1.2).
 
 Shape letters: `T` packed queries, `S` packed keys, `H` query heads, `J` key and value heads, `K` head size of queries
@@ -17,13 +17,13 @@ from spmdrl.engines.training.context.block_kernels import PaddedBlock, padded_ke
 from spmdrl.engines.training.context.row_pairs import PaddedGroup, PaddedSide, Places, RowPairs
 
 _LARGEST_HEAD_SIZE = 256
-"""of packed flash attention"""
+"""limit of packed flash attention"""
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, K], keys [S, J, K] and values [S, J, U]."""
 
 
 def attend_rows(inputs: Inputs, pairs: RowPairs) -> tuple[Tensor, Tensor]:
-    """Output [T, H, U] and logsumexp of the scores [T, H] of each query over its row's keys, without a graph."""
+    """Return output [T, H, U] and logsumexp of scores [T, H] of each query over its row's keys, without a graph."""
     scale = inputs[0].shape[-1] ** -0.5
     widened = _widened(inputs)
     attend = packed_flash_forward if runs_packed_flash(widened[0]) else _padded_forward
@@ -32,9 +32,9 @@ def attend_rows(inputs: Inputs, pairs: RowPairs) -> tuple[Tensor, Tensor]:
 
 
 def attend_rows_backward(by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], pairs: RowPairs) -> Inputs:
-    """What these rows add to the gradients of queries, keys and values.
+    """Return these rows' contributions to the gradients of queries, keys and values.
 
-    `inputs` are those of `attend_rows`; `whole` is the output and the logsumexp over all keys of a query.
+    `inputs` as in `attend_rows`; `whole` is the output and the logsumexp over all keys of a query.
     """
     scale = inputs[0].shape[-1] ** -0.5
     widened = _widened(inputs)
@@ -47,7 +47,7 @@ def attend_rows_backward(by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor
 
 
 def _widened(inputs: Inputs) -> Inputs:
-    """One head size for all, as kernels want it; zeros change neither scores nor what is cut off again."""
+    """Pad to one head size, as kernels require; zeros change neither scores nor the kept outputs."""
     size = max(x.shape[-1] for x in inputs)
     if inputs[0].device.type == "cuda":
         size += -size % 8
@@ -70,7 +70,7 @@ def _padded_backward(
     by_out_THK: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], pairs: RowPairs, *, scale: float
 ) -> Inputs:
     kernel = padded_kernel(by_out_THK.device.type)
-    # Empty, because every row with keys has queries too.
+    # Zeros aren't needed, because every row with keys has queries too.
     by_q, by_k, by_v = (torch.empty_like(x) for x in inputs)
     for group in pairs.groups:
         out, lse = (_padded(x, group.queries.of_slot, group.num_rows) for x in whole)
@@ -98,17 +98,17 @@ def _padded_block(inputs: Inputs, group: PaddedGroup, pairs: RowPairs, scale: fl
 
 
 def _padded(packed: Tensor, of_slot: Places, num_rows: int) -> Tensor:
-    """[tokens, heads, ...] as [rows, heads, longest, ...]."""
+    """Return [tokens, heads, ...] as [rows, heads, longest, ...]."""
     return packed[of_slot].unflatten(0, (num_rows, -1)).transpose(1, 2)
 
 
 def _put(packed: Tensor, block: Tensor, side: PaddedSide) -> None:
-    """Write what a block [rows, heads, longest, ...] holds for tokens of its own."""
+    """Write the values of a block [rows, heads, longest, ...] back to their tokens."""
     packed[side.tokens] = block.transpose(1, 2).flatten(0, 1)[side.slots]
 
 
 def runs_packed_flash(q_THK: Tensor) -> bool:
-    """Whether the kernels take queries like these: half precision on an NVIDIA GPU of compute capability 8 or more."""
+    """Return True if the kernels support these queries: half precision on NVIDIA compute capability 8 or higher."""
     return (
         q_THK.device.type == "cuda"
         and q_THK.dtype in (torch.bfloat16, torch.float16)
@@ -119,9 +119,9 @@ def runs_packed_flash(q_THK: Tensor) -> bool:
 
 
 def packed_flash_forward(inputs: Inputs, pairs: RowPairs, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K].
+    """Return output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K].
 
-    torch.nn.attention.varlen, which runs on the same, takes no logsumexp for the backward of a part of a softmax.
+    torch.nn.attention.varlen, which uses the same kernels, takes no logsumexp for a partial softmax's backward.
     """
     out_THK, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         *inputs, *_bounds(pairs), 0.0, pairs.is_causal, False, scale=scale
@@ -132,9 +132,9 @@ def packed_flash_forward(inputs: Inputs, pairs: RowPairs, *, scale: float) -> tu
 def packed_flash_backward(
     by_out_THK: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], pairs: RowPairs, *, scale: float
 ) -> Inputs:
-    """Gradients of queries, keys and values, from output and logsumexp of the whole softmax."""
+    """Return gradients of queries, keys and values, from output and logsumexp of the whole softmax."""
     out_THK, lse_TH = whole
-    # The random state serves dropout alone.
+    # The random state is for dropout only.
     random_state = torch.zeros(2, dtype=torch.uint64, device=by_out_THK.device)
     unused = torch.empty(0, device=by_out_THK.device)
     return torch.ops.aten._flash_attention_backward(

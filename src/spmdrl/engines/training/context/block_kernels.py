@@ -1,10 +1,10 @@
-"""What computes one padded block of attention with the logsumexp of its scores, forward and backward, without a graph.
+"""Kernels for one padded block of attention with the logsumexp of its scores, forward and backward, without a graph.
 
 Backward takes output and logsumexp of the *whole* softmax, of which the block may be a part: its probabilities are
 exp(score - logsumexp) (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
 
 Shape letters: `B` rows, `H` query heads, `J` key and value heads, `Q` queries and `S` keys of a padded row, `K` head
-size of queries, keys and values alike, `F` query heads that share a key head.
+size of queries, keys and values, `F` query heads that share a key head.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class PaddedBlock:
 
 @dataclass(frozen=True)
 class PaddedKernel:
-    """One way to compute a padded block."""
+    """Forward and backward of a padded block."""
 
     forward: Callable[[PaddedBlock], tuple[Tensor, Tensor]]
-    """Gives output [B, H, Q, K] and logsumexp [B, H, Q]."""
+    """Returns output [B, H, Q, K] and logsumexp [B, H, Q]."""
     backward: Callable[[PaddedBlock, Tensor, Tensor, Tensor], Gradients]
-    """Takes the output's gradient, output and logsumexp; gives the gradients of q, k and v."""
+    """Takes the output's gradient, output and logsumexp; returns the gradients of q, k and v."""
 
 
 def padded_kernel(device_kind: str) -> PaddedKernel:
-    """The fastest kernel that runs on every dtype of this kind of device."""
+    """Return the fastest kernel that supports every dtype of this kind of device."""
     return PADDED_KERNELS.get(device_kind, PLAIN)
 
 
-# The operators behind scaled_dot_product_attention, called directly because only they take and give logsumexps.
+# The operators behind scaled_dot_product_attention: only they expose logsumexps.
 def _cpu_flash_forward(block: PaddedBlock) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         block.q, block.k, block.v, 0.0, block.is_causal, attn_mask=_mask_like(block), scale=block.scale
@@ -80,7 +80,7 @@ def _mask_like(block: PaddedBlock) -> Tensor | None:
 
 
 def plain_kernel(chunk_bytes: int) -> PaddedKernel:
-    """The kernel for any device, in chunks of queries whose float32 scores take so many bytes."""
+    """Return the kernel for any device, in chunks of queries whose float32 scores take this many bytes."""
     return PaddedKernel(
         partial(_plain_forward, chunk_bytes=chunk_bytes), partial(_plain_backward, chunk_bytes=chunk_bytes)
     )
@@ -121,7 +121,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _chunks(block: PaddedBlock, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Queries whose scores fit into one chunk, with the keys that any of them sees."""
+    """Yield queries whose scores fit into one chunk, with the keys that any of them sees."""
     num_rows, num_heads, num_queries = block.q.shape[:3]
     num_keys = block.k.shape[2]
     step = max(1, chunk_bytes // (4 * num_rows * num_heads * num_keys))
@@ -131,7 +131,7 @@ def _chunks(block: PaddedBlock, chunk_bytes: int) -> Iterator[tuple[slice, slice
 
 
 def _scores(block: PaddedBlock, queries: slice, keys: slice) -> Tensor:
-    """[B, J, F, queries, keys], masked, in float32 or wider."""
+    """Return scores [B, J, F, queries, keys], masked, in float32 or wider."""
     q_BJFQK = _per_kv_head(block.q[:, :, queries], block.k.shape[1])
     scores = _rows_by(q_BJFQK, block.k[:, :, keys].mT).to(_wide(block.q)).mul_(block.scale)
     if block.is_causal:
@@ -143,22 +143,22 @@ def _scores(block: PaddedBlock, queries: slice, keys: slice) -> Tensor:
 
 
 def _per_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, ...] as [B, J, F, ...]."""
+    """Return [B, H, ...] as [B, J, F, ...]."""
     return x.unflatten(1, (num_kv_heads, -1))
 
 
 def _per_query_head(x: Tensor) -> Tensor:
-    """[B, J, F, ...] as [B, H, ...]."""
+    """Return [B, J, F, ...] as [B, H, ...]."""
     return x.flatten(1, 2)
 
 
 def _rows_by(rows_BJFQX: Tensor, matrix_BJXY: Tensor) -> Tensor:
-    """[B, J, F, Q, Y]: every group's rows times their key head's matrix, in one product for each key head."""
+    """Return [B, J, F, Q, Y]: every group's rows times their key head's matrix, one product per key head."""
     return (rows_BJFQX.flatten(2, 3) @ matrix_BJXY).unflatten(2, rows_BJFQX.shape[2:4])
 
 
 def _columns_by(left_BJFQX: Tensor, right_BJFQY: Tensor) -> Tensor:
-    """[B, J, X, Y]: left transposed times right, summed over queries and groups."""
+    """Return [B, J, X, Y]: left transposed times right, summed over queries and groups."""
     return left_BJFQX.flatten(2, 3).mT @ right_BJFQY.flatten(2, 3)
 
 

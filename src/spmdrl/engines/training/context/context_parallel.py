@@ -1,7 +1,7 @@
-"""What one context rank runs of a micro-batch, and its attention: packed, by ring, or by exchanging tokens for heads.
+"""A context rank's share of a micro-batch, and its attention: packed, by ring, or by exchanging tokens for heads.
 
 Shape letters: `C` context ranks, `T` tokens of one, `A` of all, `R` ratings of all, `P` of one, `H` query heads, `h`
-those that one rank attends for, `J` key and value heads, `K` head size of queries and keys, `U` of values.
+query heads of one rank, `J` key and value heads, `K` head size of queries and keys, `U` of values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spmdrl.resources.mesh import Axis
 def check_context_parallel(
     config: DecoderConfig, key: str = "resources.update", *, tensor: int, context: int, kind: ContextKind
 ) -> None:
-    """Refuse a context axis that the model's heads can't be dealt out to; a ring takes any model."""
+    """Raise ValueError if the model's heads can't be divided over a context axis; a ring takes any model."""
     if kind == "ring" or context == 1:
         return
     num_heads, num_kv_heads = config.num_heads // tensor, max(1, config.num_kv_heads // tensor)
@@ -46,7 +46,7 @@ def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:
 
 
 def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroBatch:
-    """The part of a micro-batch that this context rank runs; `rated_R` are the tokens of it to rate, on the host."""
+    """Return this context rank's share of a micro-batch; `rated_R` are its tokens to rate, on the host."""
     device, rated = micro.tokens_T.device, RatedTokens.of(placement, rated_R)
     source_T, index_P = to_device(placement.source_T, device), to_device(rated.index_P, device)
     packed_T = source_T if micro.source_T is None else at_places(micro.source_T, source_T, padding=-1)
@@ -65,16 +65,16 @@ def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroB
 
 
 def at_places(values_A: Tensor, source_T: Tensor, *, padding: int) -> Tensor:
-    """The values [T, ...] of packed tokens where these are the ones at a rank's places, -1 at padding."""
+    """Return values [T, ...] of packed tokens for indexes of them at a rank's places, -1 at padding."""
     at_padding = (source_T < 0).view(-1, *[1] * (values_A.ndim - 1))
     return values_A[source_T.clamp(min=0)].masked_fill_(at_padding, padding)
 
 
 @dataclass(frozen=True)
 class GatherRatings:
-    """Puts the ratings of all context ranks in the order of the rows, on every rank. Collective over the axis.
+    """Collects the ratings of all context ranks in the order of the rows, on every rank. Collective over the axis.
 
-    Backward keeps the own part, because every rank computes the same loss of all ratings.
+    Backward keeps this rank's part, because every rank computes the same loss of all ratings.
     """
 
     counts: tuple[int, ...]
@@ -90,7 +90,7 @@ class GatherRatings:
 
 
 def attention_of(attend: Attend, placement: Placement, device: torch.device) -> Attend:
-    """The attention of one micro-batch's placed tokens, from that of its packed ones; a ring has its own."""
+    """Return the attention of one micro-batch's placed tokens, from that of its packed ones; a ring has its own."""
     context = placement.context
     if placement.kind == "ring" and context.size > 1:
         chunk_lengths_B = (placement.offsets.diff() // (2 * context.size)).tolist()
@@ -100,7 +100,7 @@ def attention_of(attend: Attend, placement: Placement, device: torch.device) -> 
 
 
 class WithoutPadding:
-    """Leaves out the tokens behind the rows: they attend to nothing and get zeros."""
+    """Skips the tokens behind the rows: they attend to nothing and get zeros."""
 
     def __init__(self, attend: Attend, num_tokens: int):
         self._attend, self._num_tokens = attend, num_tokens
@@ -139,6 +139,6 @@ class UlyssesAttention:
         return attended_CThU.transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Send parts[c] [T, ...] to rank c; return what comes, joined in rank order."""
+        """Send parts[c] [T, ...] to rank c; return the received parts, joined in rank order."""
         counts = [parts.shape[1]] * self._context.size
         return exchange_rows(parts.flatten(0, 1), counts, counts, self._context)

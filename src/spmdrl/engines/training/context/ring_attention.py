@@ -1,14 +1,11 @@
 """Ring attention over the context axis: queries stay, keys and values go around (arXiv:2310.01889).
 
 Each row is cut into 2C chunks, and rank c of C holds chunks c and 2C - 1 - c, so that a causal mask leaves all ranks
-the same work (the zigzag order of Llama 3's training, arXiv:2407.21783, section 3.3.2). A rank then sees, of the keys
-of rank j,
+the same work (the zigzag order of Llama 3's training, arXiv:2407.21783, section 3.3.2). Of rank j's keys, rank c sees
 
-    its own (j = c): those of its two chunks, causally;
-    an earlier rank's (j < c): chunk j from all its queries, chunk 2C - 1 - j from none;
-    a later rank's (j > c): both chunks from the queries of chunk 2C - 1 - c, and none from those of chunk c,
+    its own (j = c): both chunks, causally;
 
-which is as much work for every j but its own.
+which is the same amount of work for every other rank.
 
 Shape letters: `T` this rank's tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U`
 of values.
@@ -33,7 +30,7 @@ from spmdrl.resources.mesh import Axis
 
 @dataclass(frozen=True)
 class RingBlock:
-    """Which of this rank's queries see which of another rank's keys, and how."""
+    """Pairs of this rank's queries and another rank's keys, with their mask."""
 
     queries: Places
     keys: Places
@@ -49,12 +46,12 @@ class RingPlan:
     later: RingBlock
 
     def block(self, rank: int, source: int) -> RingBlock:
-        """What `rank` computes with the keys of `source`."""
+        """Return the block that `rank` computes with the keys of `source`."""
         return self.own if source == rank else self.earlier if source < rank else self.later
 
 
 def plan_ring(chunk_lengths_B: Sequence[int], device: torch.device) -> RingPlan:
-    """The plan of rows of which each rank holds two chunks of these lengths, one row after the other."""
+    """Return the plan of rows of which each rank holds two chunks of these lengths, one row after the other."""
     chunks, rows = list(chunk_lengths_B), [2 * length for length in chunk_lengths_B]
     every = slice(0, sum(rows))
     first, second = _chunk_places(chunks, device, which=0), _chunk_places(chunks, device, which=1)
@@ -66,7 +63,7 @@ def plan_ring(chunk_lengths_B: Sequence[int], device: torch.device) -> RingPlan:
 
 
 def _chunk_places(chunk_lengths_B: Sequence[int], device: torch.device, *, which: int) -> Places:
-    """Where the first (0) or second (1) chunks of all rows stand."""
+    """Return the places of all rows' first (0) or second (1) chunks."""
     lengths, offsets = torch.tensor(chunk_lengths_B, dtype=torch.int64), offsets_of(chunk_lengths_B)
     shift = (offsets[:-1] + which * lengths).repeat_interleave(lengths)
     return as_places(torch.arange(int(offsets[-1])) + shift, device)
@@ -103,11 +100,11 @@ class _Ring(torch.autograd.Function):
 
 
 def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor, Tensor]:
-    """Output in the queries' dtype, and logsumexp, over the keys of all ranks."""
+    """Return output in the queries' dtype, and logsumexp, over the keys of all ranks."""
     q_THK, *keys_values = inputs
     out_THU, lse_TH = torch.empty(0), torch.empty(0)
     for step in range(context.size):
-        # The next keys travel while these are worked on.
+        # The next keys are in transfer during this computation.
         arriving = RingShift(keys_values, context) if step + 1 < context.size else None
         block = plan.block(context.rank, (context.rank - step) % context.size)
         k, v = (x[block.keys] for x in keys_values)
@@ -122,7 +119,7 @@ def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor
 
 
 def _join(out_THU: Tensor, lse_TH: Tensor, queries: Places, out: Tensor, lse: Tensor) -> None:
-    """Take more keys' output and logsumexp into those of some queries, in place."""
+    """Merge more keys' output and logsumexp into those of some queries, in place."""
     lse_so_far = lse_TH[queries]
     # exp(b) / (exp(a) + exp(b)), without overflow.
     share = torch.sigmoid(lse - lse_so_far)[..., None]
@@ -133,7 +130,7 @@ def _join(out_THU: Tensor, lse_TH: Tensor, queries: Places, out: Tensor, lse: Te
 def _ring_backward(
     by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], plan: RingPlan, context: Axis
 ) -> Inputs:
-    """Gradients of the own queries, keys and values; those of keys and values gather on their way around."""
+    """Return gradients of this rank's queries, keys and values; the latter two accumulate around the ring."""
     q_THK, *keys_values = inputs
     by_q_THK = torch.zeros_like(q_THK, dtype=torch.promote_types(q_THK.dtype, torch.float32))
     sums = [torch.zeros_like(x, dtype=by_q_THK.dtype) for x in keys_values]
@@ -149,7 +146,7 @@ def _ring_backward(
             sums = sums_arriving.wait()
         for total, part in zip(sums, (by_k, by_v), strict=True):
             total[block.keys] += part
-        # They follow their keys, and after the last step go home.
+        # They follow their keys, and return to their rank after the last step.
         sums_arriving = RingShift(sums, context)
         if arriving is not None:
             keys_values = arriving.wait()

@@ -17,11 +17,11 @@ from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.device import to_device
 
 Places = slice | Tensor
-"""Indexes along dim 0; a slice where they follow each other, so that nothing need be copied."""
+"""Indexes along dim 0; a slice if they are consecutive, which saves copies."""
 
 
 def as_places(index: Tensor, device: torch.device) -> Places:
-    """A host index on the device, or the slice that it amounts to."""
+    """Return a host index on the device, or the equivalent slice."""
     first = int(index[0]) if index.numel() else 0
     if torch.equal(index, torch.arange(first, first + index.numel())):
         return slice(first, first + index.numel())
@@ -30,16 +30,16 @@ def as_places(index: Tensor, device: torch.device) -> Places:
 
 @dataclass(frozen=True)
 class PaddedSide:
-    """The queries, or the keys, of some rows as one right-padded block."""
+    """Queries, or keys, of some rows as one right-padded block."""
 
     of_slot: Places
     """[rows x longest] the token at each slot; a padded slot repeats its row's last token"""
     slots: Places
     """Slots with a token of their own."""
     tokens: Places
-    """The tokens at `slots`."""
+    """Tokens at `slots`."""
     padding: Tensor | None
-    """[rows, 1, longest, 1] bool, true at slots without a token of their own; None where there are none"""
+    """[rows, 1, longest, 1] bool, true at slots without a token of their own; None without padding"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PaddedGroup:
     queries: PaddedSide
     keys: PaddedSide
     key_mask: Tensor | None
-    """[rows, 1, 1, longest] float32, 0 at a key and -inf at padding; None where no query would see padding"""
+    """[rows, 1, 1, longest] float32, 0 at a key and -inf at padding; None if no query would see padding"""
 
 
 class RowPairs:
@@ -77,7 +77,7 @@ class RowPairs:
 
     @cached_property
     def groups(self) -> tuple[PaddedGroup, ...]:
-        """All rows that hold queries, in padded blocks."""
+        """All rows that have queries, in padded blocks."""
         return tuple(self._group(rows) for rows in group_rows(self.query_lengths_B))
 
     def _group(self, rows: list[int]) -> PaddedGroup:

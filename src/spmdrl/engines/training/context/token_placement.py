@@ -1,7 +1,7 @@
-"""Where the tokens of a micro-batch are computed: which context rank runs which, and where rows are padded.
+"""Placement of a micro-batch's tokens: the context rank that runs each, and the padding of rows.
 
-All context ranks hold the same micro-batch and place it alike. A ring gives each of `C` ranks two chunks of every row,
-c and 2C - 1 - c, so that all have the same causal work; rows are padded to equal chunks. Two ranks, a row a0..a4 whose
+All context ranks hold the same micro-batch and compute the same placement. A ring gives each of `C` ranks two chunks of
+every row, c and 2C - 1 - c, for equal causal work; rows are padded to equal chunks. Two ranks, a row a0..a4 whose
 prompt is a0 a1, and a row b0..b2 whose prompt is b0:
 
     place      0  1 | 2  3 | 4  5 | 6  7     8 | 9 |10 |11
@@ -12,10 +12,10 @@ prompt is a0 a1, and a row b0..b2 whose prompt is b0:
     rank 1 runs [T]  a2 a3 a4  . b1 b2    and rates [P] at 0, 1 and 4, which predict a3, a4 and b2
     joined           a2 b1 a3 a4 b2       and then put in the order of the rows [R]: a2 a3 a4 b1 b2
 
-Ulysses cuts no row: each rank runs an equal run of places. What fills ranks up to a given size stands behind the rows.
+Ulysses cuts no row: each rank runs an equal run of places. Padding up to a given size per rank follows the rows.
 
 Shape letters: `B` rows, `A` packed tokens of all rows, `T` tokens and padding of one rank, `R` rated tokens of all
-ranks, `P` those of one.
+ranks, `P` rated tokens of one.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ class Placement:
     offsets: Tensor
     """[B + 1] places of the rows"""
     source: Tensor
-    """[places] the packed token at each place, -1 at padding"""
+    """[places] packed token at each place, -1 at padding"""
     owner: Tensor
-    """[places] the context rank that runs each place"""
+    """[places] context rank that runs each place"""
     place_A: Tensor
-    """The place of each packed token."""
+    """Place of each packed token."""
 
     @cached_property
     def own_T(self) -> Tensor:
-        """The places that this rank runs, in its order."""
+        """Places that this rank runs, in its order."""
         return (self.owner == self.context.rank).nonzero().flatten()
 
     @cached_property
     def source_T(self) -> Tensor:
-        """The packed token at each of them, -1 at padding."""
+        """Packed token at each of this rank's places, -1 at padding."""
         return self.source[self.own_T]
 
 
 @dataclass(frozen=True)
 class RatedTokens:
-    """Which of the rated tokens are rated by this rank, and where each rank's stand among all; on the host."""
+    """Rated tokens of this rank, and the order of all ranks' rated tokens; on the host."""
 
     places_P: Tensor
-    """Their places among those that this rank runs."""
+    """Places among those that this rank runs."""
     index_P: Tensor
-    """Which of the R they are."""
+    """Indexes among the R."""
     counts: tuple[int, ...]
-    """Of each context rank."""
+    """Number per context rank."""
     order_R: Tensor
-    """Where each of the R stands when those of all ranks follow each other."""
+    """Index of each of the R in the concatenation over ranks."""
 
     @classmethod
     def of(cls, placement: Placement, rated_R: Tensor) -> RatedTokens:
-        """The ratings at these packed tokens."""
+        """Return the ratings at these packed tokens."""
         place_R = placement.place_A[rated_R]
         owner_R = placement.owner[place_R]
         index_P = (owner_R == placement.context.rank).nonzero().flatten()
@@ -84,15 +84,15 @@ class RatedTokens:
 
 
 def num_places(offsets: Tensor, context_size: int, kind: ContextKind) -> int:
-    """The fewest places that rows with these offsets [B + 1] take on all context ranks together.
+    """Return the fewest places that rows with these offsets [B + 1] take on all context ranks together.
 
-    Before they are rounded up to as many on each rank.
+    Before rounding up to a multiple of the ranks.
     """
     return int(_padded_lengths(offsets, context_size, kind).sum())
 
 
 def place_tokens(offsets: Tensor, context: Axis, kind: ContextKind, *, size: int) -> Placement:
-    """Place rows with these host offsets [B + 1] on `size` places, equally many of which each rank runs."""
+    """Place rows with these host offsets [B + 1] on `size` places, which divide equally over the ranks."""
     placed_offsets = offsets_of(_padded_lengths(offsets, context.size, kind))
     assert size >= placed_offsets[-1] and size % context.size == 0, (size, placed_offsets[-1], context)
     packed_A = torch.arange(int(offsets[-1]))
@@ -103,13 +103,13 @@ def place_tokens(offsets: Tensor, context: Axis, kind: ContextKind, *, size: int
 
 
 def _padded_lengths(offsets: Tensor, context_size: int, kind: ContextKind) -> Tensor:
-    """[B] places of each row: a ring cuts rows into two chunks per rank, Ulysses cuts no row."""
+    """Return [B] places of each row: a ring cuts rows into two chunks per rank, Ulysses cuts no row."""
     unit = 2 * context_size if kind == "ring" and context_size > 1 else 1
     return (offsets.diff() + unit - 1) // unit * unit
 
 
 def _owners(offsets: Tensor, size: int, context: Axis, kind: ContextKind) -> Tensor:
-    """[places] the context rank of each place. Padding after the rows is dealt out in equal runs."""
+    """Return [places] the context rank of each place. Padding after the rows is divided in equal runs."""
     if kind == "ulysses" or context.size == 1:
         return torch.arange(size) // max(1, size // context.size)
     lengths = offsets.diff()

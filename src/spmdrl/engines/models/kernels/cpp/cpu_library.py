@@ -64,7 +64,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The library, or None where it can't be built, which is logged."""
+    """Return the library, or None where it can't be built, which is logged."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))), None)
     if compiler is None:
         logger.warning(
@@ -88,7 +88,7 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The library, where it takes these tensors: in float32."""
+    """Return the library, where it takes these tensors: in float32."""
     if any(tensor.dtype != torch.float32 for tensor in tensors):
         return None
     return cpu_library()
@@ -136,7 +136,7 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The user's own folder for it, or None where there is none that nobody else can write to."""
+    """Return the user's own folder for it, or None where there is none that nobody else can write to."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "spmdrl"
     try:

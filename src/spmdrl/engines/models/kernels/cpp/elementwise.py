@@ -116,7 +116,7 @@ def _gated(library: ctypes.CDLL, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _in_runs(x: Tensor) -> Tensor:
-    """The same numbers, those of each row beside each other, in at most two dims of rows."""
+    """Return the same numbers, those of each row beside each other, in at most two dims of rows."""
     return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.contiguous()
 
 

@@ -106,7 +106,7 @@ def _no_memory(table: RowTable) -> MemoryError:
 
 
 def _in_runs(heads: Tensor) -> Tensor:
-    """The same numbers, those of each vector beside each other."""
+    """Return the same numbers, those of each vector beside each other."""
     return heads if heads.stride(-1) == 1 else heads.contiguous()
 
 
