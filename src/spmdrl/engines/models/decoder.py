@@ -1,7 +1,7 @@
-"""The decoder families (Llama, Qwen2, Qwen3, dense or sparse, DeepSeek-V3 and kin) on packed tokens, as plain modules.
+"""Decoder families (Llama, Qwen2, Qwen3, dense or sparse, DeepSeek-V3 and kin) on packed tokens, as plain modules.
 
-The caller supplies attention (`Attend`) and what is done with the head (`head`), so one definition serves training,
-where rows are packed, and generation, where keys and values live in a paged cache.
+The caller supplies attention (`Attend`) and the use of the head (`head`), so one definition serves training, where rows
+are packed, and generation, where keys and values live in a paged cache.
 
 Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size,
 `V` vocabulary.
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the decoder needs of a Hugging Face config.json."""
+    """The decoder's part of a Hugging Face config.json."""
 
     model_type: str
     """A family of hf/families.py, such as llama or deepseek_v3."""
@@ -52,27 +52,27 @@ class DecoderConfig:
     rope_theta: float
     """Base of the rotary frequencies."""
     qk_norm: bool
-    """Whether queries and keys are normalized per head before the rotation (Qwen3)."""
+    """True if queries and keys are normalized per head before the rotation (Qwen3)."""
     attention_bias: bool
-    """Whether the query, key and value projections have biases; see `output_bias` for the fourth."""
+    """True if the query, key and value projections have biases; see `output_bias` for the fourth."""
     tied_head: bool
-    """Whether the head is the embedding; then there is no lm_head.weight."""
+    """True if the head is the embedding; then there is no lm_head.weight."""
     max_positions: int
     """Longest row that the model was made for."""
     mlp_bias: bool = False
-    """Whether the projections of dense feed-forward layers have biases."""
+    """True if the projections of dense feed-forward layers have biases."""
     rope_scaling: RopeScaling | None = None
-    """How the rotary frequencies are stretched to longer rows."""
+    """Scaling of the rotary frequencies to longer rows."""
     moe: MoeConfig | None = None
-    """The sparse layers, where there are any."""
+    """Configuration of the sparse layers, if any."""
     latent: LatentConfig | None = None
     """Multi-head latent attention instead of the usual projections."""
     unrotated_layers: tuple[int, ...] = ()
-    """Layers whose queries and keys aren't rotated (SmolLM3)."""
+    """Layers without rotation of queries and keys (SmolLM3)."""
     head: Literal["vocab", "value"] = "vocab"
     """vocab: a language model's logits, from lm_head or the embedding; value: one number per token, from score."""
     lora: LoraConfig | None = None
-    """The adapters of its projections, which no file of the model holds."""
+    """Adapters of its projections, which no file of the model holds."""
 
     def __post_init__(self) -> None:
         if self.head == "value" and self.tied_head:
@@ -86,7 +86,7 @@ class DecoderConfig:
                 "each key head serves the same number of query heads"
             )
         if self.latent is None and self.head_size % 2:
-            raise ValueError(f"head_dim {self.head_size} is odd, but the rotary embedding turns pairs; make it even")
+            raise ValueError(f"head_dim {self.head_size} is odd, but the rotary embedding rotates pairs; make it even")
         if self.latent is not None and (self.num_kv_heads, self.head_size) != (self.num_heads, self.latent.head_size):
             raise ValueError(
                 f"latent attention has keys of its own for each of the {self.num_heads} heads, of size "
@@ -95,11 +95,11 @@ class DecoderConfig:
             )
 
     def with_value_head(self) -> DecoderConfig:
-        """Return the same decoder as a critic or reward model; its embedding is tied to nothing."""
+        """Return the same decoder as a critic or reward model; its embedding isn't tied."""
         return replace(self, head="value", tied_head=False, lora=None)
 
     def updates(self, weight: str) -> bool:
-        """Whether training changes a weight of this name: beside adapters, all others stay."""
+        """Return True if training changes a weight of this name: with adapters, all others are frozen."""
         return self.lora is None or is_adapter(weight)
 
     @property
@@ -109,12 +109,12 @@ class DecoderConfig:
 
     @property
     def output_bias(self) -> bool:
-        """Whether the attention's output projection has a bias: in Qwen2 and Seed-OSS it never does."""
+        """True if the attention's output projection has a bias: never in Qwen2 and Seed-OSS."""
         return self.attention_bias and self.model_type not in ("qwen2", "seed_oss")
 
     @property
     def rotary_size(self) -> int:
-        """The part of each query and key that is rotated."""
+        """Size of the rotated part of each query and key."""
         return self.head_size if self.latent is None else self.latent.rotary_size
 
     @property
@@ -149,7 +149,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended_THK.flatten(-2))
 
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value projections of the same input; replaced from outside where one product gives all."""
+        """Compute query, key and value projections; replaced from outside by a single product."""
         return self.q_proj(hidden_TD), self.k_proj(hidden_TD), self.v_proj(hidden_TD)
 
 
@@ -190,20 +190,20 @@ def _feed_forward(config: DecoderConfig, layer: int) -> FeedForward | SparseFeed
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """The part of a decoder that one module holds: layers [first, stop), and what stands before and after them."""
+    """Part of a decoder in one module: layers [first, stop), and modules before and after them."""
 
     first: int
     """First layer held."""
     stop: int
     """One past the last layer held."""
     embeds: bool
-    """Whether the embedding is held, so that token ids come in rather than hidden states."""
+    """True with the embedding, so that token ids come in rather than hidden states."""
     heads: bool
-    """Whether the final norm and the head are held."""
+    """True with the final norm and the head."""
 
 
 def whole_span(config: DecoderConfig) -> LayerSpan:
-    """Return all of the decoder."""
+    """Return the span of the whole decoder."""
     return LayerSpan(0, config.num_layers, embeds=True, heads=True)
 
 
@@ -233,7 +233,7 @@ class Backbone(nn.Module):
 
 
 class OwnHead(nn.Linear):
-    """A head's weight that is not the embedding's; what is done with it is the caller's."""
+    """A head's weight that is not the embedding's; the caller decides its use."""
 
     def forward(self, hidden_TD: Tensor, head: Callable[[Tensor, Tensor], R]) -> R:  # type: ignore[override]
         return head(hidden_TD, self.weight)
@@ -242,9 +242,9 @@ class OwnHead(nn.Linear):
 class Decoder(nn.Module):
     """A decoder on packed tokens, or a span of its layers, under a language model's head or a value head.
 
-    Weights are named as transformers names them, a value model's as in its ForSequenceClassification classes; only the
-    experts' weights are stacked, one tensor for all experts of a layer. Build it under `torch.device("meta")` and load
-    weights after: the initial values mean nothing.
+    Weights have transformers' names, a value model's those of its ForSequenceClassification classes; only the experts'
+    weights are stacked, one tensor for all experts of a layer. Build it under `torch.device("meta")` and load weights
+    afterwards: the initial values are undefined.
     """
 
     def __init__(self, config: DecoderConfig, span: LayerSpan | None = None):
@@ -262,7 +262,7 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> list[DecoderLayer]:
-        """The layers held, in order."""
+        """Layers of the span, in order."""
         return [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
 
     def forward(
@@ -273,10 +273,10 @@ class Decoder(nn.Module):
         head: Callable[[Tensor, Tensor], R],
         route: Route | None = None,
     ) -> R | Tensor:
-        """Run the layers held; where they end in the head, return head(hidden_TD, head_weight_VD), else the hidden.
+        """Run the span's layers; if it ends in the head, return head(hidden_TD, head_weight_VD), else hidden states.
 
-        `inputs` are token ids [T] where the span embeds, else hidden states. Positions count from 0 in each row. The
-        head is called inside the forward of the weight's module, so that sharding hooks see the use of the weight.
+        `inputs` are token ids [T] if the span embeds, else hidden states. Positions count from 0 in each row. The head
+        is called inside the forward of the weight's module, so that sharding hooks see the use of the weight.
         """
         config = self.config
         rotation = Rotation(positions_T, config.rotary_size, config.rope_theta, config.rope_scaling)
@@ -288,7 +288,7 @@ class Decoder(nn.Module):
 
 
 def row_cost_of(config: DecoderConfig) -> RowCost:
-    """Floating-point operations of a forward pass: two for each weight that a token meets, causal attention."""
+    """Count floating-point operations of a forward pass: two per weight that a token uses, and causal attention."""
     num_sparse = 0 if config.moe is None else config.num_layers - len(config.moe.dense_layers)
     weights = config.num_layers * _attention_weights(config) + config.num_outputs * config.hidden_size
     weights += (config.num_layers - num_sparse) * 3 * config.hidden_size * config.intermediate_size
@@ -300,7 +300,7 @@ def row_cost_of(config: DecoderConfig) -> RowCost:
 
 
 def _attention_weights(config: DecoderConfig) -> int:
-    """Elements of one layer's projections around attention."""
+    """Count elements of one layer's projections around attention."""
     latent = config.latent
     if latent is None:
         return config.hidden_size * config.head_size * 2 * (config.num_heads + config.num_kv_heads)
@@ -315,6 +315,6 @@ def _attention_weights(config: DecoderConfig) -> int:
 
 
 def _sparse_weights(hidden_size: int, moe: MoeConfig) -> int:
-    """Elements that a token meets in one sparse layer: the router, its own experts and the shared ones."""
+    """Count elements that a token uses in one sparse layer: the router, its own experts and the shared ones."""
     num_met = moe.experts_per_token + moe.num_shared_experts
     return hidden_size * (moe.num_experts + 3 * moe.intermediate_size * num_met)

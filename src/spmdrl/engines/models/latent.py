@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; in V3 unchanged).
 
-Keys and values of all heads are made of one small vector a token, and so are queries where `query_rank` is given. Of
-each key, a part is rotated, and that part is the same in all heads.
+Keys and values of all heads are computed from one small vector per token, and so are queries if `query_rank` is given.
+A part of each key is rotated, which is the same in all heads.
 
 Shape letters: `T` packed tokens, `D` model width, `H` heads, `K` head size of queries and keys, `U` head size of
 values.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spmdrl.engines.models.layers import Attend, Linear, RMSNorm, Rotation
 from spmdrl.nouns.settings.model_sizes import LatentConfig
 
-# transformers' DeepSeek norms of the compressed vectors have this, whatever rms_norm_eps is.
+# Constant in transformers' DeepSeek norms of the compressed vectors, whatever rms_norm_eps is.
 _LATENT_EPS = 1e-6
 
 

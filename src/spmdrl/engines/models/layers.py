@@ -1,4 +1,4 @@
-"""What decoder layers are built of: norm, rotary embedding, gated feed-forward, and the interface of attention.
+"""Parts of decoder layers: norm, rotary embedding, gated feed-forward, and the interface of attention.
 
 Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size of queries
 and keys, `U` head size of values.
@@ -18,7 +18,7 @@ from spmdrl.engines.models.rope_scaling import RopeScaling
 
 
 class Attend(Protocol):
-    """Causal attention of one layer's packed queries over whatever keys and values the caller keeps."""
+    """Causal attention of one layer's packed queries over the caller's keys and values."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, /) -> Tensor:
         """Return the attended values [T, H, U]; queries and keys arrive normalized and rotated.
@@ -40,18 +40,18 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(values, self.weight, self.eps)
 
 
-# A plain class, because FSDP's mixed precision casts every float tensor that it finds in a layer's arguments to
-# bfloat16, also inside tuples and dataclasses, and neighbouring positions would merge.
+# A plain class, because FSDP's mixed precision casts every float tensor in a layer's arguments to bfloat16, also inside
+# tuples and dataclasses, and neighbouring positions would merge.
 class Rotation:
     """Rotary embedding of packed positions (RoFormer, arXiv:2104.09864, eq. 34), half-split, in float32."""
 
     def __init__(self, positions_T: Tensor, size: int, theta: float, scaling: RopeScaling | None = None):
-        """Rotate vectors of `size`: a head, or the part of it that turns."""
+        """Prepare rotation of vectors of `size`: a head, or its rotated part."""
         exponents = torch.arange(0, size, 2, device=positions_T.device, dtype=torch.float32) / size
         frequencies = 1.0 / theta**exponents
         amplitude = 1.0
         self.latent_softmax_factor = 1.0
-        """What latent attention multiplies its softmax scale by."""
+        """Factor of latent attention's softmax scale."""
         if scaling is not None:
             frequencies, amplitude = scaling.stretch(frequencies, theta), scaling.amplitude
             self.latent_softmax_factor = scaling.latent_softmax_factor
@@ -68,7 +68,7 @@ class Rotation:
 
 
 class Linear(nn.Linear):
-    """A projection by the product that is the fastest on its device."""
+    """A projection by the fastest product of its device."""
 
     def forward(self, values: Tensor) -> Tensor:
         return ops.linear(values, self.weight, self.bias)
@@ -87,7 +87,7 @@ class FeedForward(nn.Module):
         return self.down_proj(ops.swiglu(*self.project(hidden_TD)))
 
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up projections of the same input; replaced from outside where one product gives both."""
+        """Compute gate and up projections of the same input; replaced from outside by a single product."""
         return self.gate_proj(hidden_TD), self.up_proj(hidden_TD)
 
 
@@ -104,7 +104,7 @@ class PackedCausalAttention:
 
 
 class SharedPromptAttention:
-    """Causal attention inside the rows of one micro-batch of which some share a prompt, computed once."""
+    """Causal attention inside the rows of one micro-batch with shared prompts, computed once."""
 
     def __init__(self, rows: PrefixedRows):
         self._rows = rows

@@ -20,7 +20,7 @@ _ADAPTERS = (".lora_A.weight", ".lora_B.weight")
 
 
 class AdaptedLinear(Linear):
-    """A projection and its adapter, whose outputs are added unless `is_adapted` is false."""
+    """A projection and its adapter, whose output is added unless `is_adapted` is false."""
 
     def __init__(self, linear: Linear, lora: LoraConfig):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
@@ -29,21 +29,21 @@ class AdaptedLinear(Linear):
         self.scale = lora.scale
         self.is_adapted = True
         self.num_bias_shares = 1
-        """Ranks that add up their outputs, each with its share of the bias."""
+        """Number of ranks that sum their outputs, each with its share of the bias."""
 
     def forward(self, values: Tensor) -> Tensor:
         bias = self.bias if self.num_bias_shares == 1 else self.bias / self.num_bias_shares
         return self.with_adapter(ops.linear(values, self.weight, bias), values)
 
     def with_adapter(self, output: Tensor, values: Tensor) -> Tensor:
-        """Return the projection's own output [T, outputs] with the adapter's."""
+        """Add the adapter's output to the projection's own [T, outputs]."""
         return output + self.scale * self.lora_B(self.lora_A(values)) if self.is_adapted else output
 
 
 def add_adapters(decoder: nn.Module, lora: LoraConfig) -> None:
-    """Give the projections that `lora` targets their adapters.
+    """Add adapters to the projections that `lora` targets.
 
-    Raises ValueError where the decoder has no such projection, or has experts in its place.
+    Raises ValueError if the decoder has no such projection, or has experts in its place.
     """
     there = {path: module for path, module in decoder.named_modules() if type(module) is Linear}
     names = {path.rpartition(".")[2] for path in there} & set(PROJECTIONS)
@@ -62,7 +62,7 @@ def add_adapters(decoder: nn.Module, lora: LoraConfig) -> None:
 
 
 def is_adapter(weight: str) -> bool:
-    """Whether a weight of this name belongs to an adapter."""
+    """Return True if a weight of this name belongs to an adapter."""
     return weight.endswith(_ADAPTERS)
 
 
@@ -75,7 +75,7 @@ def adapted_linears(decoder: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 @contextmanager
 def unadapted(decoders: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave the adapters out inside this block."""
+    """Disable the adapters inside this block."""
     linears = [linear for decoder in decoders for _, linear in adapted_linears(decoder)]
     for linear in linears:
         linear.is_adapted = False

@@ -1,4 +1,4 @@
-"""Makes a small model folder from nothing: random weights and a char-level tokenizer, as Hugging Face lays them out."""
+"""Construction of a small Hugging Face model folder: random weights and a char-level tokenizer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RandomWeights:
         return self.read(whole_slice(name, self._shapes[name]))
 
     def read(self, wanted: WeightSlice) -> Tensor:
-        """One slice, as `WeightFiles.read` gives it; of stacked experts no others are made."""
+        """Read one slice, like `WeightFiles.read`; only the needed experts of a stack are made."""
         if not is_stacked(wanted.name):
             box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
             return self._whole(wanted.name, self._shapes[wanted.name])[box].clone()
@@ -120,8 +120,8 @@ def make_char_tokenizer(folder: str | Path, chars: str = PRINTABLE_CHARS) -> Non
 def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
     """Write a whole Hugging Face model folder; it appears under its name only when complete.
 
-    The same `make` and `seed` give the same bytes. One process makes it. Raises ValueError if the folder exists
-    and isn't empty.
+    The same `make` and `seed` give the same bytes. Call it in one process. Raises ValueError if the folder exists and
+    isn't empty.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -136,7 +136,7 @@ def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
 
 
 def make_folder_without_weights(folder: Path, make: MakeConfig) -> None:
-    """Write everything of a model folder that is quick to write: config and tokenizer."""
+    """Write the cheap part of a model folder: config and tokenizer."""
     _write_json(folder / "config.json", {**hf_config_dict(decoder_config(make), torch.float32), **_SPECIAL_IDS})
     _write_json(folder / "generation_config.json", _SPECIAL_IDS)
     make_char_tokenizer(folder, make.chars)

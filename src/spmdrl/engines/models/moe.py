@@ -1,10 +1,10 @@
 """The sparse feed-forward layer: a router sends each token to a few of many experts (Qwen3-MoE, DeepSeek-V3).
 
-How tokens reach the experts is a `Dispatch`: here, in this process; replaced from outside where experts are spread over
-ranks. Which experts they reach can be recorded, replayed or judged by a `Route`.
+A `Dispatch` brings tokens to their experts: here, in this process; replaced from outside if experts are spread over
+ranks. A `Route` can record, replay or replace the choice of experts.
 
 Shape letters: `T` packed tokens, `D` model width, `E` experts, `C` chosen experts of a token, `I` width of an expert,
-`M` rows that experts work on, one for each token and chosen expert.
+`M` rows of the experts' input, one per token and chosen expert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdrl.nouns.settings.model_sizes import MoeConfig
 
 
 class Route(Protocol):
-    """Sees, and may replace, what the router of each sparse layer found."""
+    """Observes, and may replace, each sparse layer's routing."""
 
     def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the affinities and the experts to use; it may record, replay, or attach a loss to the affinities."""
@@ -39,7 +39,7 @@ class Dispatch(Protocol):
     def __call__(
         self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
     ) -> Tensor:
-        """Return the weighted sum [T, D] of each token's experts; `compute` is called once, for the experts held."""
+        """Return the weighted sum [T, D] of each token's experts; calls `compute` once, for the experts held here."""
         ...
 
 
@@ -69,7 +69,7 @@ class _FromExperts(torch.autograd.Function):
 
 
 class LocalDispatch:
-    """All experts are here: tokens are only sorted by expert; a `Dispatch`."""
+    """Dispatch if all experts are here: tokens are only sorted by expert; a `Dispatch`."""
 
     def __call__(
         self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute
@@ -124,7 +124,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts of a layer, stacked; files hold them one expert at a time."""
+    """Weights of all experts of a layer, stacked; files hold them one expert at a time."""
 
     dispatch: Dispatch
 
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         super().__init__()
         num_experts, width = config.num_experts, config.intermediate_size
         self.num_experts = num_experts
-        """Experts of the layer, wherever they are held."""
+        """Number of experts of the layer, wherever they are held."""
         self.gate_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, width))
@@ -149,7 +149,7 @@ class Experts(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """The experts that each token chooses and, where there are any, those that all tokens share."""
+    """The experts that each token chooses, and those that all tokens share, if any."""
 
     def __init__(self, hidden_size: int, config: MoeConfig, layer: int):
         super().__init__()

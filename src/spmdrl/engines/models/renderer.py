@@ -1,7 +1,7 @@
-"""The one place where text becomes tokens: prompts, answers and conversations, in the chat template or as plain text.
+"""Conversion of text to tokens: prompts, answers and conversations, in the chat template or as plain text.
 
-For every verb, a prompt's tokens and then its answer's are those of the template's own text, up to and with the token
-that ends the turn.
+For every verb, the tokens of a prompt and its answer are those of the template's own text, through the token that ends
+the turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answer = str | dict[str, Any]
 _TOKENIZER_BATCH = 1024
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# Words that templates leave as they are, and that no template has of its own.
+# Words that templates leave unchanged, and that no template has of its own.
 _PROBE = "Tangerine"
 _CUT = "continued-from-here-7f3a"
 _UNKNOWN = "\ue000"
@@ -39,14 +39,14 @@ _OF_ABSENT_NAMES = ("defined", "undefined", "none", "default", "d")
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """Token ids, and for each whether it is to be learnt."""
+    """Token ids, and whether each is trained on."""
 
     ids: list[int]
     is_learnt: list[bool]
 
     @classmethod
     def of_answer(cls, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> MarkedTokens:
-        """Return a prompt and the one answer to it."""
+        """Join a prompt and its one answer."""
         return cls([*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids))
 
 
@@ -58,9 +58,9 @@ class TokenizedPrompts:
     ids: np.ndarray
     offsets: np.ndarray
     problems: Mapping[int, str]
-    """why rows that can't be rendered have no token"""
+    """reasons for rows without tokens, which can't be rendered"""
     num_in_template: int = 0
-    """rows that the chat template made"""
+    """number of rows rendered by the chat template"""
 
     def prompt_ids(self, row: int) -> tuple[int, ...]:
         return tuple(self.ids[self.offsets[row] : self.offsets[row + 1]].tolist())
@@ -70,7 +70,7 @@ class TokenizedPrompts:
 
 
 class Renderer:
-    """Renders rows for one tokenizer. Of a row's `columns`, `tools` and `chat_template_kwargs` go to the template."""
+    """Renders rows for one tokenizer. A row's columns `tools` and `chat_template_kwargs` go to the template."""
 
     def __init__(self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None):
         self.options = options or TemplateOptions()
@@ -82,7 +82,7 @@ class Renderer:
         return bool(self.tokenizer.raw.chat_template)
 
     def uses_template(self, prompt: str | Messages) -> bool:
-        """Return True if the chat template makes this prompt. Raises ValueError if it must, and there is none."""
+        """Return True if the chat template renders this prompt. Raises ValueError if it must, but there is none."""
         is_text = isinstance(prompt, str)
         if self.options.use == "never" or (self.options.use == "auto" and is_text):
             return False
@@ -95,7 +95,7 @@ class Renderer:
         return True
 
     def prompts(self, prompts: Sequence[str | Messages], columns: Sequence[Mapping[str, Any]] = ()) -> TokenizedPrompts:
-        """Tokenize prompts to answer; a row that can't be rendered has no token, and its problem is kept."""
+        """Tokenize prompts; a row that can't be rendered has no tokens, and its problem is recorded."""
         texts, problems = [""] * len(prompts), {}
         for row, prompt in enumerate(prompts):
             try:
@@ -113,7 +113,7 @@ class Renderer:
         return TokenizedPrompts(texts, flat, offsets, problems, sum(in_template))
 
     def prompt_text(self, prompt: str | Messages, columns: Mapping[str, Any]) -> str:
-        """The text to answer, which ends where the answer begins; an answer that messages end with is continued."""
+        """Return the text before the answer; if messages end with an assistant's message, it is continued."""
         if not self.uses_template(prompt):
             return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
         messages = self._messages(prompt)
@@ -122,7 +122,7 @@ class Renderer:
         *before, last = messages
         begun = last.get("content") or ""
         if last.get("tool_calls"):
-            raise RowNotRendered("the prompt ends with the assistant's tool calls; add the tools' answers to them")
+            raise RowNotRendered("the prompt ends with the assistant's tool calls; add the tools' results")
         text, mark, _ = self._rendered([*before, {**last, "content": begun + _CUT}], columns).rpartition(_CUT)
         if not mark or not text.endswith(begun.lstrip()):
             raise RowNotRendered(
@@ -132,8 +132,8 @@ class Renderer:
         return text
 
     def answer(self, prompt: str | Messages, answer: str | Message, columns: Mapping[str, Any]) -> MarkedTokens:
-        """Return a prompt and its answer, as the template writes it up to and with its end of turn; of plain text, up
-        to and with the first stop token. A text continues a prompt that ends with the assistant's message."""
+        """Return a prompt and its answer through the template's end of turn; for plain text, through the first stop
+        token. A text continues a prompt that ends with the assistant's message."""
         encode = self.tokenizer.encode
         if not self.uses_template(prompt):
             answer_ids = self._ended(encode(answer if isinstance(answer, str) else _plain_text(answer)))
@@ -148,17 +148,17 @@ class Renderer:
             begun = self._rendered(before, columns, add_generation_prompt=True)
         text, is_ended = self._turn(begun, before, message, columns)
         prompt_ids, ids = encode(begun), encode(begun + text.rstrip())
-        # A token that spans both is none that the model would write behind the prompt.
+        # The model can't generate a token that spans both.
         is_prefix = ids[: len(prompt_ids)] == prompt_ids
         answer_ids = ids[len(prompt_ids) :] if is_prefix else encode(text.rstrip())
         return MarkedTokens.of_answer(prompt_ids, answer_ids if is_ended else self._ended(answer_ids))
 
     def conversation(self, messages: Messages, columns: Mapping[str, Any]) -> MarkedTokens:
-        """Return the conversation in the chat template, with what the assistant wrote marked.
+        """Return the conversation in the chat template, with the assistant's tokens marked.
 
-        By the template's own mark, `{% generation %}`, where it has one. Else by the prefixes of the conversation that
-        end before and after each of the assistant's messages: marked is what lies between, up to the token that ends
-        the turn. Raises ValueError where that isn't unambiguous, or the first token would be learnt.
+        Marks come from the template's `{% generation %}`, if it has one. Else from the conversation's prefixes that end
+        before and after each of the assistant's messages: the text between them is marked, through the token that ends
+        the turn. Raises ValueError if that is ambiguous, or the first token would be trained on.
         """
         messages = self._messages(messages)
         if _GENERATION.search(self._template(_tools_of(columns))):
@@ -177,7 +177,7 @@ class Renderer:
 
     @cached_property
     def end_of_turn(self) -> StopToken | None:
-        """The special token that the chat template puts after an answer; None where there is no such token."""
+        """Special token that the chat template puts after an answer; None without such a token."""
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         for messages in (asked, [{"role": "system", "content": "?"}, *asked]):
             # Templates may raise anything of their own, such as a demand for a system message.
@@ -189,7 +189,7 @@ class Renderer:
         return None
 
     def warnings(self, num_texts: int, num_in_template: int, *, has_tools: bool) -> list[str]:
-        """Lines on what of the options, the rows and the tokenizer isn't used or disagrees."""
+        """Return warnings about unused or contradictory options, columns and tokenizer settings."""
         lines: list[str] = []
         if num_in_template:
             lines += filter(None, (self._end_of_turn_warning(), self._names_warning()))
@@ -217,7 +217,7 @@ class Renderer:
         )
 
     def _names_warning(self) -> str | None:
-        """Name what a template of the user's prints though nothing sets it, and options that no template reads."""
+        """Name variables that a user's template prints though nothing sets them, and options that no template reads."""
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701
         try:
             tree = environment.parse(_GENERATION_TAG.sub("", self._template(None)))
@@ -229,7 +229,7 @@ class Renderer:
             return f"WARNING: {template} doesn't read {', '.join(unread)} of data.chat_template_kwargs"
         if self.options.file is None:
             return None
-        # What is asked for before it is printed may be absent.
+        # A variable that is tested before it is printed may be absent.
         asked = [*(one.test for one in tree.find_all(nodes.If)), *(one.test for one in tree.find_all(nodes.CondExpr))]
         asked += [one.node for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in _OF_ABSENT_NAMES]
         optional = {one.name for node in asked for one in (node, *node.find_all(nodes.Name)) if type(one) is nodes.Name}
@@ -259,14 +259,14 @@ class Renderer:
         return MarkedTokens(ids, is_learnt)
 
     def _turn(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> tuple[str, bool]:
-        """An answer's text behind `begun`, the rendered prompt, through its end of turn, and whether it has one."""
+        """Return an answer's text after `begun`, the rendered prompt, through its end of turn, and if it has one."""
         whole = self._rendered([*before, _without_null(message)], columns)
         last = str(before[-1].get("content") or "").strip() if before else ""
         tail = begun[begun.rfind(last) :] if last and last in begun else ""
         if whole.startswith(begun):
             text = whole[len(begun) :]
         elif tail and whole.count(tail) == begun.count(tail):
-            # Templates may write what precedes otherwise once it is answered, such as the system's message.
+            # Templates may render the preceding messages differently once answered, such as the system's.
             text = whole.rpartition(tail)[2]
         else:
             text = self._behind_a_thought(begun, before, message, columns)
@@ -276,7 +276,7 @@ class Renderer:
         return text, text.rstrip().endswith(stops)
 
     def _behind_a_thought(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> str:
-        """An answer to a generation prompt that ends with more than conversations have there, such as `<think>`."""
+        """Return an answer after a generation prompt with an ending that conversations lack, such as `<think>`."""
         known = self._rendered([*before, {"role": "assistant", "content": _UNKNOWN}], columns)
         more, content = begun[len(commonprefix([begun, known])) :], str(message.get("content") or "")
         text = content.removeprefix(more).removeprefix(more.strip())
@@ -294,7 +294,7 @@ class Renderer:
         return ids if ids and ids[-1] in stops else [*ids, *stops[:1]]
 
     def _messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
-        """Messages as the template gets them: with the system's prompt, and without entries that are null."""
+        """Return messages for the template: with the system's prompt, and without null entries."""
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given):
             raise RowNotRendered("a message must be an object with the texts 'role' and 'content'")
@@ -330,7 +330,7 @@ class Renderer:
 
     @property
     def _place(self) -> str:
-        """The file that holds the template."""
+        """File that holds the template."""
         folder = self.tokenizer.folder
         named = folder / "chat_template.jinja"
         return str(self.options.file or (named if named.is_file() else folder / "tokenizer_config.json"))
@@ -352,7 +352,7 @@ def _tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _without_null(value: Any) -> Any:
-    """A value without entries that are null: columns of structs have all keys in each row, and templates write them."""
+    """Remove null entries: columns of structs have all keys in each row, and templates would write them."""
     if isinstance(value, Mapping):
         return {key: _without_null(entry) for key, entry in value.items() if entry is not None}
     return [_without_null(entry) for entry in value] if isinstance(value, list) else value

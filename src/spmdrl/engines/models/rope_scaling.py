@@ -1,4 +1,4 @@
-"""The two ways in which models stretch rotary position embeddings to longer rows.
+"""Two scalings of rotary position embeddings to longer rows.
 
 Shape letters: `K` head size.
 """
@@ -14,16 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+    """Llama 3.1's scaling: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
 
     factor: float
-    """What slow frequencies are divided by."""
+    """Divisor of slow frequencies."""
     low_freq_factor: float
     """Frequencies that turn at most this often in `original_positions` are slow."""
     high_freq_factor: float
     """Frequencies that turn at least this often in `original_positions` are fast."""
     original_positions: int
-    """Longest row before the stretching."""
+    """Longest row before scaling."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -35,16 +35,16 @@ class Llama3Scaling:
 
     @property
     def amplitude(self) -> float:
-        """What queries and keys are multiplied by with the rotation."""
+        """Factor of queries and keys, applied with the rotation."""
         return 1.0
 
     @property
     def latent_softmax_factor(self) -> float:
-        """What latent attention multiplies its softmax scale by."""
+        """Factor of latent attention's softmax scale."""
         return 1.0
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Divide by the factor where the frequencies [K / 2] are slow, whatever their base."""
+        """Divide slow frequencies [K / 2] by the factor, whatever their base."""
         turns = self.original_positions * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _blend(frequencies, kept.clamp(0, 1), self.factor)
@@ -55,21 +55,21 @@ class YarnScaling:
     """YaRN (arXiv:2309.00071, section 3.2), with DeepSeek's `mscale` (its attention temperature)."""
 
     factor: float
-    """What slow frequencies are divided by."""
+    """Divisor of slow frequencies."""
     original_positions: int
-    """Longest row before the stretching."""
+    """Longest row before scaling."""
     beta_fast: float = 32.0
     """Frequencies that turn at least this often in `original_positions` are kept."""
     beta_slow: float = 1.0
     """Frequencies that turn at most this often in `original_positions` are divided by the whole factor."""
     truncate: bool = True
-    """Whether the bounds between them are rounded outwards to whole dims."""
+    """True if the bounds between them are rounded outwards to whole dims."""
     attention_factor: float | None = None
-    """Amplitude of the rotation; where not given, it follows from `factor` and the two below."""
+    """Amplitude of the rotation; by default it follows from `factor` and the two below."""
     mscale: float | None = None
-    """Growth of the amplitude with log(factor); counts only beside `mscale_all_dim`."""
+    """Growth of the amplitude with log(factor); only used with `mscale_all_dim`."""
     mscale_all_dim: float | None = None
-    """The part of that growth which latent attention applies to all dims, through the softmax scale."""
+    """Part of that growth which latent attention applies to all dims, through the softmax scale."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beta_slow <= self.beta_fast:
@@ -81,7 +81,7 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """What queries and keys are multiplied by with the rotation."""
+        """Factor of queries and keys, applied with the rotation."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -90,11 +90,11 @@ class YarnScaling:
 
     @property
     def latent_softmax_factor(self) -> float:
-        """What latent attention multiplies its softmax scale by."""
+        """Factor of latent attention's softmax scale."""
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Divide by the factor where the frequencies [K / 2] of base `theta` are slow."""
+        """Divide slow frequencies [K / 2] of base `theta` by the factor."""
         num_frequencies = len(frequencies)
         low, high = (self._place_that_turns(beta, num_frequencies, theta) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -105,7 +105,7 @@ class YarnScaling:
         return _blend(frequencies, kept, self.factor)
 
     def _place_that_turns(self, num_turns: float, num_frequencies: int, theta: float) -> float:
-        """Which frequency, counted from the fastest, turns this often in `original_positions`."""
+        """Return the frequency, counted from the fastest, that turns this often in `original_positions`."""
         return num_frequencies * math.log(self.original_positions / (num_turns * 2 * math.pi)) / math.log(theta)
 
     def _temperature(self, mscale: float) -> float:
@@ -116,7 +116,7 @@ RopeScaling = Llama3Scaling | YarnScaling
 
 
 def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
-    """Return the share `kept` of each frequency as it is, and the rest of it divided by the factor."""
+    """Interpolate between each frequency, by the share `kept`, and the frequency divided by the factor."""
     return frequencies * kept + frequencies / factor * (1 - kept)
 
 

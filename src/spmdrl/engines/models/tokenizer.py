@@ -13,20 +13,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-# What makes a model folder usable beside its weights; copied as it is.
+# Files that make a folder usable beside its weights; copied unchanged.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 
-# Texts that a tokenizer reads as tokens of their own in front of most others.
+# Texts that a tokenizer reads as separate tokens in front of most others.
 _ANCHORS = ("=", "\n")
 
 
 @dataclass(frozen=True)
 class StopToken:
-    """A token that ends a response, or would."""
+    """A token that ends a response, or could."""
 
     token_id: int
     text: str
@@ -47,7 +47,7 @@ class ModelTokenizer:
         try:
             self.raw: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:
-            # Libraries leave out which file it was, and often which folder.
+            # Libraries omit the file's name, and often the folder.
             reason = f"{type(error).__name__}: {error!s:.300}"
             raise ValueError(f"the tokenizer of {folder} can't be loaded ({reason}); get its files again") from error
         self.stop_token_ids = stop_token_ids(folder, self.raw.eos_token_id)
@@ -69,12 +69,12 @@ class ModelTokenizer:
 
     @property
     def stop_tokens(self) -> tuple[StopToken, ...]:
-        """The tokens that end a response, with their texts."""
+        """Tokens that end a response, with their texts."""
         return tuple(self._stop_token(token_id) for token_id in self.stop_token_ids)
 
     @cached_property
     def tokens_before_text(self) -> list[int]:
-        """The tokens that the tokenizer puts before plain text, such as its begin token."""
+        """Tokens that the tokenizer puts before plain text, such as its begin token."""
         for probe in ("a", "1", "?", "="):
             bare, whole = self.encode(probe), self.raw(probe)["input_ids"]
             places = [place for place in range(len(whole)) if bare and whole[place : place + len(bare)] == bare]
@@ -84,11 +84,11 @@ class ModelTokenizer:
 
     @property
     def highest_id(self) -> int:
-        """The highest token id that a text may have."""
+        """Highest token id that a text may have."""
         return max(self.raw.get_vocab().values())
 
     def begun(self, ids: list[int]) -> list[int]:
-        """Return a plain text's tokens after those that begin one, which it may have already; none that ends a text."""
+        """Return a plain text's tokens after the beginning ones, added if missing; without those that end a text."""
         before = self.tokens_before_text
         return ids if ids[: len(before)] == before else [*before, *ids]
 
@@ -97,14 +97,14 @@ class ModelTokenizer:
         return next((self._stop_token(one) for one in self.encode(text) if one in self.raw.added_tokens_decoder), None)
 
     def unknown_token(self, token_id: int, vocab_size: int) -> str:
-        """Return the problem of a row that has a token without an embedding."""
+        """Describe the problem of a row that has a token without an embedding."""
         return (
             f"it has token {token_id} ({self.raw.decode([token_id])!r}), but the model's vocabulary ends at "
             f"{vocab_size - 1}; use the tokenizer that the model was trained with"
         )
 
     def check_same_tokens(self, other: ModelTokenizer) -> None:
-        """Raise ValueError unless every token id is the same text, or the same special token, in the other one too."""
+        """Raise ValueError unless every token id has the same text, or special token, in the other tokenizer."""
         padding = {self.raw.pad_token_id, other.raw.pad_token_id}
         own, others = self._tokens(padding), other._tokens(padding)
         differing = sorted(key for key in own.keys() | others.keys() if own.get(key) != others.get(key))
@@ -119,23 +119,23 @@ class ModelTokenizer:
             )
 
     def _tokens(self, padding: set[int | None]) -> dict[int, str]:
-        """Return the text of each token id, special ones marked but for padding, which each tokenizer may choose."""
+        """Return the text of each token id, special ones marked except padding, which each tokenizer may choose."""
         tokens = {token_id: repr(text) for text, token_id in self.raw.get_vocab().items()}
         special = {key: f"special {token.content!r}" for key, token in self.raw.added_tokens_decoder.items()
                    if token.special and key not in padding}  # fmt: skip
         return tokens | special
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a response as it stands behind its prompt.
+        """Return the text of a response as it follows its prompt.
 
-        Left out are padding, stop tokens that are no ordinary ones and, where they are skipped, all special ones.
+        Omits padding, special stop tokens and, if skipped, all special ones.
         """
         ids = [token_id for token_id in token_ids if token_id not in self._silent]
         return self.decode_all(ids, skips=self._skips)
 
     def decode_all(self, token_ids: Sequence[int], *, skips: bool = False) -> str:
         """Return the text of tokens in mid-text, special ones included unless `skips`; nothing is cleaned up."""
-        # Decoders made as SentencePiece's drop a space at the beginning.
+        # Decoders like SentencePiece's drop a space at the beginning.
         head, text = (self._text([*self._anchor, *ids], skips=skips) for ids in ((), token_ids))
         return text[len(head) :] if text.startswith(head) else self._text(list(token_ids), skips=skips)
 
@@ -143,31 +143,31 @@ class ModelTokenizer:
         return self.raw.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without those that begin or end one; special tokens in it are read as such."""
+        """Return the tokens of a text, without those that begin or end one; special tokens are recognised."""
         return self.raw(text, add_special_tokens=False)["input_ids"]
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """As `encode`, of many texts at once."""
+        """Encode many texts at once."""
         return self.raw(texts, add_special_tokens=False)["input_ids"]
 
     @cached_property
     def _silent(self) -> set[int | None]:
-        """The tokens that texts of responses leave out."""
+        """Tokens omitted from the texts of responses."""
         return {self.raw.pad_token_id, *(self.raw.added_tokens_decoder.keys() & {*self.stop_token_ids})}
 
     def encode_foreign(self, text: str, before: str = "", after: str = "") -> list[int]:
-        """The tokens of a text in mid-text that can't write special tokens, nor others that the chat template writes.
+        """Return tokens of a text in mid-text; special tokens and others of the chat template aren't recognised.
 
-        In the texts `before` and `after` it, they are read as such.
+        In the texts `before` and `after` it, they are recognised.
         """
-        # Cut behind its first letter, a mark is no token.
+        # Cut after its first letter, a mark is no token.
         cuts = [found.start() + 1 for found in self._marks.finditer(text)]
         foreign = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
         return [token_id for part in (before, *foreign, after) if part for token_id in self._encode_behind(part)]
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """Find the beginnings of what `encode_foreign` keeps out; they may overlap."""
+        """Pattern of the beginnings of tokens that `encode_foreign` excludes; they may overlap."""
         added, template = self.raw.added_tokens_decoder.values(), str(self.raw.chat_template)
         marks = [one.content for one in added if one.content.strip() and (one.special or one.content in template)]
         return re.compile(f"(?={'|'.join(map(re.escape, marks)) or '(?!)'})")
@@ -181,7 +181,7 @@ class ModelTokenizer:
         return self.encode(text)
 
     def ids_without_token(self, vocab_size: int) -> tuple[int, ...]:
-        """Return the ids of a model's vocabulary that are no token: padding of its embedding, and holes."""
+        """Return the ids of a model's vocabulary without tokens: padding of its embedding, and holes."""
         taken = {*self.raw.get_vocab().values(), *self.stop_token_ids}
         return tuple(token_id for token_id in range(vocab_size) if token_id not in taken)
 
@@ -190,10 +190,10 @@ class ModelTokenizer:
 
 
 def pad_apart(folder: Path, vocab_size: int) -> int:
-    """Make a folder's tokenizer pad with a token below `vocab_size` that no conversation has; returns its id.
+    """Set a folder's padding to a token below `vocab_size` that no conversation has; returns its id.
 
-    transformers' classifiers score the last token that isn't padding, with a stop token as padding the one before it,
-    and learn no embedding of it.
+    transformers' classifiers score the last token that isn't padding: with a stop token as padding they score the one
+    before it, and train no embedding of it.
     """
     tokenizer = ModelTokenizer(folder)
     raw, template = tokenizer.raw, str(tokenizer.raw.chat_template)
@@ -203,7 +203,7 @@ def pad_apart(folder: Path, vocab_size: int) -> int:
     special = {key: token.content for key, token in raw.added_tokens_decoder.items() if token.special}
     plain = {key: text for text, key in raw.get_vocab().items() if key not in raw.added_tokens_decoder}
     unwritten = [key for key, text in sorted(special.items()) if text not in template]
-    # Text in UTF-8 has no byte 255, and the last token of a vocabulary is its rarest.
+    # UTF-8 text has no byte 255, and the last token of a vocabulary is its rarest.
     rarest = sorted(plain, key=lambda key: (plain[key] in ("<0xFF>", "ÿ"), key), reverse=True)
     candidates = (*sorted(unwritten, key=lambda key: "pad" not in special[key]), *rarest)
     pad = next(key for key in candidates if key < vocab_size and key not in used)
@@ -215,7 +215,7 @@ def pad_apart(folder: Path, vocab_size: int) -> int:
 
 
 def stop_token_ids(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """Return the tokenizer's end token, then those of generation_config.json or, where it names none, of config.json.
+    """Return the tokenizer's end token, then those of generation_config.json or, without any there, of config.json.
 
     Chat models have several. Raises ValueError if there is none, since no response could end.
     """
@@ -233,7 +233,7 @@ def stop_token_ids(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
 
 
 def _end_tokens(path: Path) -> list[int]:
-    """`eos_token_id` of a JSON file, which is one id or a list; none where the file or the entry is missing."""
+    """Return `eos_token_id` of a JSON file, which is one id or a list; none if the file or the entry is missing."""
     if not path.is_file():
         return []
     try:

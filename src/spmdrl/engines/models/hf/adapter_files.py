@@ -1,4 +1,4 @@
-"""Adapters by the decoder's names: new ones as PEFT begins them, and trained ones in PEFT's files."""
+"""Adapters by the decoder's names: new ones with PEFT's initial values, and trained ones in PEFT's files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
 
 _PREFIX = "base_model.model."
-"""What PEFT puts before transformers' names."""
+"""PEFT's prefix of transformers' names."""
 
 
 class WithNewAdapters:
-    """The weights of a model, and new adapters, which change nothing of its outputs: their B is 0.
+    """Weights of a model, and new adapters, which don't change its outputs: their B is 0.
 
-    A is uniform within 1 / sqrt(inputs), as PEFT and `nn.Linear` begin; it depends on the seed and its name alone.
+    A is uniform within 1 / sqrt(inputs), like PEFT's and `nn.Linear`'s; it depends on the seed and its name only.
     """
 
     def __init__(self, source: WeightSource, shapes: Mapping[str, tuple[int, ...]], seed: int):
-        """`shapes` are those of all weights."""
+        """`shapes` has all weights."""
         self._source = source
         self._shapes = shapes
         self._seed = seed
@@ -46,7 +46,7 @@ class WithNewAdapters:
 
 
 def write_adapters(folder: Path, adapters: Mapping[str, Tensor], lora: LoraConfig, base_model: str) -> list[Path]:
-    """Write whole adapters as PEFT's `PeftModel.from_pretrained` reads them, beside the model of this name."""
+    """Write whole adapters as PEFT's `PeftModel.from_pretrained` reads them, for the model of this name."""
     folder.mkdir(parents=True, exist_ok=True)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     save_file({_PREFIX + name: adapter for name, adapter in adapters.items()}, weights, metadata={"format": "pt"})

@@ -19,7 +19,7 @@ _KEYS_OF_KIND = {
         "beta_slow",
         "truncate",
         "attention_factor",
-        # Of another name in vLLM and llama.cpp; transformers leaves it out, and so does the decoder.
+        # Of another name in vLLM and llama.cpp; transformers ignores it, and so does the decoder.
         "attn_factor",
         "mscale",
         "mscale_all_dim",
@@ -28,7 +28,7 @@ _KEYS_OF_KIND = {
 
 
 def rope_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters; transformers lets the older key win where both are given."""
+    """Return the rotary parameters; like transformers, the older key wins if both are given."""
     return entries(raw, _rope_key(raw))
 
 
@@ -37,7 +37,7 @@ def _rope_key(raw: Mapping[str, Any]) -> str:
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
-    """Return the base of the frequencies and how they are scaled; raises ValueError for any other kind of scaling."""
+    """Return the frequencies' base and scaling; raises ValueError for any other kind of scaling."""
     key, rope = _rope_key(raw), rope_entries(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
@@ -49,7 +49,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rope
             raise ValueError(f"{key}.{name} {rope[name]!r} is not supported; supported with {kind!r}: {names}")
     only(rope, "partial_rotary_factor", 1.0)
     only(raw, "partial_rotary_factor", 1.0)
-    # A null isn't a missing one: transformers computes with it.
+    # Null differs from missing: transformers computes with it.
     given = {"rope_theta": raw.get("rope_theta", default_theta), **rope}
     return number(given, "rope_theta"), _scaling(kind, rope, raw)
 

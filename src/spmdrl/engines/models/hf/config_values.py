@@ -1,4 +1,4 @@
-"""Values of a raw config.json, checked one by one; what is wrong is named with its key and value."""
+"""Values of a raw config.json, checked one by one; errors name key and value."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", int, str)
 
-# Far beyond any model; what is larger would take all memory, or for ever, before the weights are found not to fit.
+# Far beyond any model; larger values would exhaust memory or time before the weights are found not to fit.
 _MOST = {"num_hidden_layers": 2**11, "vocab_size": 2**24, "max_position_embeddings": 2**40}
 _MOST_OF_OTHERS = 2**20
 
 
 def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number >= `least` of a size that a model may have; a missing or null one is the default, or an error."""
+    """Return a plausible whole number >= `least`; a missing or null one is the default, or an error."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
@@ -25,7 +25,7 @@ def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None, *
 
 
 def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a number above 0; a missing or null one is the default, or an error where there is none."""
+    """Return a number above 0; a missing or null one is the default, or an error without one."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
@@ -35,7 +35,7 @@ def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> fl
 
 
 def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """true or false; a missing one is the default. Some readers take null for false, and others for nothing."""
+    """Return true or false; a missing one is the default. Some readers take null for false, others for missing."""
     value = raw.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}, but must be true or false")
@@ -43,7 +43,7 @@ def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def only(raw: Mapping[str, Any], key: str, supported: object) -> None:
-    """Refuse any given value but the supported one."""
+    """Raise ValueError for any given value but the supported one."""
     value = raw.get(key, supported)
     if value is not None and value != supported:
         raise ValueError(f"{key} {value!r} is not supported; supported is {supported!r}")

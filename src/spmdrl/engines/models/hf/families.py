@@ -1,4 +1,4 @@
-"""The model families: what is particular to each in config.json, and what no decoder of ours computes."""
+"""Model families: their particular config.json entries, and entries that our decoder doesn't compute."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
 
 @dataclass(frozen=True)
 class Family:
-    """How one model_type differs from the others in config.json."""
+    """Differences of one model_type from the others in config.json."""
 
     architecture: str
-    """transformers' class."""
+    """Class name in transformers."""
     has_qk_norm: bool = False
-    """Whether queries and keys are normalized per head."""
+    """True if queries and keys are normalized per head."""
     allows_null_head_size: bool = False
-    """Whether a head_dim of null means that it isn't given, which other families refuse."""
+    """True if a head_dim of null means that it isn't given, which other families refuse."""
     default_head_size: int | None = None
-    """Head size where head_dim isn't given; None is hidden_size / num_attention_heads."""
+    """Head size without head_dim; None is hidden_size / num_attention_heads."""
     has_attention_bias: bool | None = None
-    """Whether attention projections have biases; None: as attention_bias is set."""
+    """True if attention projections have biases; None: as attention_bias is set."""
     default_attention_bias: bool = False
-    """What attention_bias is where it isn't given."""
+    """attention_bias if it isn't given."""
     default_theta: float = 10000.0
-    """Base of the rotary frequencies where rope_theta isn't given."""
+    """Base of the rotary frequencies without rope_theta."""
     default_tying: bool = False
-    """Whether the head is the embedding where tie_word_embeddings isn't given."""
+    """True if the head is the embedding without tie_word_embeddings."""
     default_padding: int | None = None
-    """The padding token where pad_token_id isn't given; transformers requires it inside the vocabulary."""
+    """Padding token without pad_token_id; transformers requires it inside the vocabulary."""
     has_own_kv_heads: bool = False
-    """Whether there are as many key as query heads where num_key_value_heads isn't given."""
+    """True for as many key as query heads without num_key_value_heads."""
     default_window: int | None = None
-    """Tokens that attention sees back where sliding_window isn't given; None is all."""
+    """Tokens that attention sees back without sliding_window; None is all."""
     has_window_flag: bool = False
-    """Whether sliding_window counts only beside use_sliding_window."""
+    """True if sliding_window only applies with use_sliding_window."""
     has_window_layers: bool = False
-    """Whether layer_types or max_window_layers select the layers that have the window, rather than all."""
+    """True if layer_types or max_window_layers select the layers with the window, rather than all."""
     has_mlp_bias: bool = False
-    """Whether mlp_bias may be true."""
+    """True if mlp_bias may be true."""
     read_unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] = lambda raw: ()
-    """Reads which layers don't rotate queries and keys."""
+    """Reads the layers that don't rotate queries and keys."""
     read_moe: Callable[[Mapping[str, Any]], MoeConfig | None] = lambda raw: None
     """Reads the sparse layers."""
     read_latent: Callable[[Mapping[str, Any]], LatentConfig | None] = lambda raw: None
     """Reads the latent attention."""
     write: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
-    """The entries that only this family has."""
+    """Returns the entries that only this family has."""
 
 
 def _read_qwen3_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
@@ -148,13 +148,13 @@ def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rotary_size,
         "v_head_dim": latent.value_size,
         "rope_interleave": latent.rotates_neighbours,
-        # The layers that predict further tokens aren't part of the decoder, nor of what it writes.
+        # Layers that predict further tokens aren't part of the decoder, nor written.
         "num_nextn_predict_layers": 0,
     }
 
 
 def _read_unrotated(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """SmolLM3's no_rope_layers, which has a 1 for each layer that does rotate."""
+    """Read SmolLM3's no_rope_layers, which has a 1 for each layer that does rotate."""
     num_layers = whole_number(raw, "num_hidden_layers")
     interval = whole_number(raw, "no_rope_layer_interval", 4)
     rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
@@ -238,7 +238,7 @@ FAMILIES = {
         write=_write_deepseek,
     ),
 }
-# The same architecture by another name; what is written has the name on the right, which transformers opens itself.
+# Other names of the same architecture; written folders have the name on the right, which transformers opens itself.
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
@@ -255,7 +255,7 @@ def family_name(model_type: object) -> str:
 
 
 def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError that names the first entry which the decoder would compute otherwise than transformers."""
+    """Raise ValueError, naming the first entry that the decoder would compute differently from transformers."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
     if not family.has_mlp_bias:
@@ -279,7 +279,7 @@ def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _refuse_windows(raw: Mapping[str, Any], family: Family) -> None:
-    """Refuse attention that doesn't see every earlier token of the longest row."""
+    """Raise ValueError if attention doesn't see every earlier token of the longest row."""
     num_layers, max_positions = whole_number(raw, "num_hidden_layers"), whole_number(raw, "max_position_embeddings")
     kinds = values(raw, "layer_types", str)
     if raw.get("layer_types") is not None and len(kinds) != num_layers:
@@ -299,14 +299,14 @@ def _refuse_windows(raw: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"layer_types {kinds} is not supported; supported is 'full_attention' for each layer")
     if window is not None and num_windows and window < max_positions:
         raise ValueError(
-            f"sliding_window hides what is more than {window} tokens back in {num_windows} of {num_layers} layers; "
+            f"sliding_window hides tokens more than {window} back in {num_windows} of {num_layers} layers; "
             f"supported is full attention: where no row is longer than that, set max_position_embeddings to {window} "
             "in config.json"
         )
 
 
 def _check_token_ids(raw: Mapping[str, Any], family: Family) -> None:
-    """These are written into checkpoints, and transformers opens none whose ids are of another type or outside."""
+    """Check token ids: they go into checkpoints, and transformers opens none with ids of another type or outside."""
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
         value = raw.get(key)
         ids = value if key == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]

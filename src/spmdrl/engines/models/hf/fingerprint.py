@@ -1,6 +1,6 @@
-"""Which model a local folder holds: its architecture key by key, and digests of its weights and tokenizer.
+"""Identity of the model in a local folder: its architecture key by key, and digests of its weights and tokenizer.
 
-Cheap for models of any size: of large weights only the headers and a sample of the values are read.
+Cheap for models of any size: only headers and a sample of the values of large weights are read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """What is compared of two models; equal for copies of one folder, wherever they are."""
+    """Comparable facts of a model; equal for copies of one folder, wherever they are."""
 
     architecture: dict[str, Any]
     """The decoder's config as plain JSON values, nested ones under dotted keys: hidden_size, moe.num_experts."""
     weights: str
-    """SHA-256 over names, sizes and headers of the files (what weights lie where) and a sample of the values."""
+    """SHA-256 over names, sizes and headers of the files (their weights' places) and a sample of the values."""
     tokenizer: str
     """SHA-256 over the tokenizer's files, with the chat template and generation_config.json."""
 
@@ -38,24 +38,24 @@ class ModelFingerprint:
 def fingerprint(folder: str | Path) -> ModelFingerprint:
     """Read a local model folder. Raises ValueError if config.json or the weights can't be used.
 
-    Reads at most some megabytes of a large model, and all of a small one's weights. Models that differ in a few
-    values only may be taken for the same.
+    Reads at most some megabytes of a large model, and all of a small one's weights. Models that differ in a few values
+    only may have equal fingerprints.
     """
     folder = Path(folder)
     return ModelFingerprint(architecture(read_config(folder)), _weights_digest(folder), _tokenizer_digest(folder))
 
 
 def architecture(config: DecoderConfig) -> dict[str, Any]:
-    """Return the decoder's config as flat, plain JSON values: it equals its own copy from a JSON file.
+    """Return the decoder's config as flat, plain JSON values, equal to its own copy from a JSON file.
 
-    Entries that are off (no sparse layers, no rope scaling) are None under their own key.
+    Absent parts (no sparse layers, no rope scaling) are None under their own key.
     """
     # Adapters are in no file of the model.
     return {key: value for key, value in _flatten(asdict(config), "") if not key.startswith("lora")}
 
 
 def architecture_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return each key that differs, as `hidden_size is 64, not 128`; empty for the same architecture."""
+    """Describe each differing key, as `hidden_size is 64, not 128`; empty for the same architecture."""
     keys = [*expected, *(key for key in found if key not in expected)]
     return [
         f"{key} is {found.get(key)!r}, not {expected.get(key)!r}" for key in keys if found.get(key) != expected.get(key)
@@ -87,7 +87,7 @@ def _weights_digest(folder: Path) -> str:
 
 
 def _header_and_sample(file: BinaryIO, size: int, num_blocks: int) -> Iterator[bytes]:
-    """Yield the header, then blocks spread evenly over the values, the first and the last ones among them."""
+    """Yield the header, then blocks spread evenly over the values, including the first and the last."""
     length = file.read(8)
     header_bytes = int.from_bytes(length, "little")
     if len(length) < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):

@@ -1,7 +1,7 @@
-"""Tries a model folder's tokenizer and chat templates in a child with limits, before a rank uses them.
+"""Trial of a model folder's tokenizer and chat templates in a child with limits, before a rank uses them.
 
-Folders come from anywhere. A template is a program, and a normalizer can make a million characters of one: in the rank
-itself either could take all memory or never end.
+Folders come from anywhere. A template is a program, and a normalizer can expand one character to a million: in the rank
+itself either could exhaust memory or never end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
 from spmdrl.runtime.workers.verdict import Verdict
 
 MOST_GROWTH = 64
-"""of a text in a template or tokenizer"""
+"""limit of a text's growth in a template or tokenizer"""
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _RENDERING = "transformers.utils.chat_template_utils"
-# Lines of 16 characters, so that one character that grows is seen beside all others.
+# Lines of 16 characters, so that one expanding character is seen beside all others.
 _CHARACTERS = [*map(chr, (*range(32, 0x3100), 0x4E2D, 0xFDFA, *range(0x1F600, 0x1F650)))]
 _LINES = ["".join(_CHARACTERS[start : start + 16]) for start in range(0, len(_CHARACTERS), 16)]
 _TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
@@ -37,7 +37,7 @@ _CONVERSATIONS = (
 
 
 def check_growth(rendered: str, template: str, messages: Any, tools: Any) -> None:
-    """Raise ValueError for a text that is far longer than its messages, tools and the template can fill."""
+    """Raise ValueError for a text far longer than its messages, tools and the template explain."""
     if len(rendered) > 4096:
         given = len(json.dumps([messages, tools], default=str)) + len(template) * (1 + len(messages))
         if len(rendered) > MOST_GROWTH * given:
@@ -45,9 +45,9 @@ def check_growth(rendered: str, template: str, messages: Any, tools: Any) -> Non
 
 
 def try_folder(folder: Path, *, seconds: float = 20.0, memory_limit_gib: float = 2.0) -> None:
-    """Raise ValueError, with the file's name, where a folder's tokenizer or template breaks or is over these limits.
+    """Raise ValueError, with the file's name, if a folder's tokenizer or template breaks or exceeds these limits.
 
-    Templates may refuse the messages that they are tried with; that's for their rows to find out.
+    Templates may refuse the trial messages; that is for their rows to find out.
     """
     if not (names := [name for name in (_TOKENIZER, _SETTINGS, _TEMPLATE) if (folder / name).is_file()]):
         return
@@ -63,11 +63,11 @@ def try_folder(folder: Path, *, seconds: float = 20.0, memory_limit_gib: float =
         pool.close()
     for name, fault in found.items():
         if fault:
-            raise ValueError(f"{folder / name} {fault}; mend the file, or get it again from where it is sound")
+            raise ValueError(f"{folder / name} {fault}; repair the file, or download it again")
 
 
 class _Faults:
-    """What is wrong with a file, or nothing, as the answers of a pool."""
+    """A file's fault, or None, as the results of a pool."""
 
     def __init__(self, limits: str):
         self.limits = limits

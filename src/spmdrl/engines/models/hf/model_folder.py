@@ -1,4 +1,4 @@
-"""Hugging Face model folders: which one a run uses, and its config.json in and out."""
+"""Hugging Face model folders: resolving a run's folder, and reading and writing its config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LANGUAGE_MODEL = "ForCausalLM"
 _VALUE_MODEL = "ForSequenceClassification"
 _VALUE_MODELS = (_VALUE_MODEL, "ForTokenClassification")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# What a model's config and tokenizer are in; with the weights, all that is fetched.
+# Files of a model's config and tokenizer; with the weights, all that is fetched.
 HUB_TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 HUB_FILES = (*HUB_TEXT_FILES, "*.safetensors")
 
@@ -35,16 +35,16 @@ def compute_dtype(model: ModelConfig, device_kind: str) -> torch.dtype:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this can name a model on the hub, as owner/name."""
+    """Return True if this can name a model on the hub, as owner/name."""
     return _HUB_NAME.fullmatch(path) is not None
 
 
 def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_FILES, *, key: str = "model.path") -> Path:
-    """Return the local folder of `path`, its files fetched from the hub where no such folder exists.
+    """Return the local folder of `path`; if there is none, its files are fetched from the hub.
 
-    `key` is where the config has it.
+    `key` is its place in the config.
 
-    Raises ValueError if there is neither a folder nor a hub snapshot to be had.
+    Raises ValueError if neither a folder nor a hub snapshot is available.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -66,7 +66,7 @@ def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_FILES, *, key:
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """Read a model folder's config.json; raises ValueError that names whatever the decoder doesn't support."""
+    """Read a model folder's config.json; raises ValueError that names any unsupported entry."""
     raw = _read_json(Path(folder))
     try:
         return _decoder_config(raw)
@@ -75,12 +75,12 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def count_prediction_layers(folder: str | Path) -> int:
-    """How many layers config.json announces after the decoder's, for further tokens (DeepSeek-V3); they aren't read."""
+    """Count config.json's layers after the decoder's, for further tokens (DeepSeek-V3); they aren't read."""
     return whole_number(_read_json(Path(folder)), "num_nextn_predict_layers", 0, least=0)
 
 
 def ignored_attn_factor(folder: str | Path) -> float | None:
-    """`attn_factor` of the rope scaling, which vLLM multiplies by and transformers, like the decoder, leaves out."""
+    """Return the rope scaling's `attn_factor`, which vLLM multiplies by and transformers, like the decoder, ignores."""
     return rope_entries(_read_json(Path(folder))).get("attn_factor")
 
 
@@ -100,7 +100,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
 def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of config.json for this decoder with weights stored in `dtype`.
 
-    It holds no token ids: those are the tokenizer's, and stand in generation_config.json.
+    Without token ids, which belong to the tokenizer, in generation_config.json.
     """
     family = FAMILIES[config.model_type]
     dtype_name = str(dtype).removeprefix("torch.")
@@ -142,11 +142,11 @@ def _write_head(language_model: str, head: Literal["vocab", "value"]) -> dict[st
 
 @functools.lru_cache(maxsize=8)
 def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
-    """Shape of each weight by name, in the decoder's order: parameters, and buffers that are weights too.
+    """Return each weight's shape by name, in the decoder's order: parameters, and buffers that are weights too.
 
-    The names are transformers' own, but for the experts of a layer, which are stacked.
+    Names are transformers' own, except for the stacked experts of a layer.
     """
-    # Each checkpoint asks, and a decoder takes milliseconds a layer to make.
+    # Used by each checkpoint, and a decoder takes milliseconds per layer to build.
     with torch.device("meta"):
         decoder = Decoder(config)
     return MappingProxyType({name: tuple(weight.shape) for name, weight in decoder.state_dict().items()})
@@ -154,7 +154,7 @@ def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=8)
 def buffer_dtypes(config: DecoderConfig) -> Mapping[str, torch.dtype]:
-    """Return the dtype of each buffer that is a weight, by name: it keeps it whatever dtype the parameters are in."""
+    """Return the dtype of each buffer that is a weight, by name: it is independent of the parameters' dtype."""
     with torch.device("meta"):
         return MappingProxyType({name: buffer.dtype for name, buffer in Decoder(config).named_buffers()})
 
@@ -197,7 +197,7 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _read_head(raw: Mapping[str, Any]) -> Literal["vocab", "value"]:
-    """Which head transformers' class has; raises ValueError for a classifier of anything but one label."""
+    """Return the head of transformers' class; raises ValueError for a classifier with more than one label."""
     classifiers = [name for name in values(raw, "architectures", str) if name.endswith(_VALUE_MODELS)]
     if not classifiers:
         return "vocab"

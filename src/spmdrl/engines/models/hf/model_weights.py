@@ -1,6 +1,6 @@
 """Weights by the decoder's names: safetensors files of the Hugging Face layout in and out.
 
-Those are transformers' names, except that the decoder stacks the experts of a layer, which files hold one by one.
+Names are transformers', except that the decoder stacks the experts of a layer, which files hold one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class WeightSource(Protocol):
-    """Where weights are read from."""
+    """Reads weights by name and slice."""
 
     def read(self, wanted: WeightSlice, /) -> Tensor:
         """Return the values of one box of a named weight."""
@@ -44,8 +44,8 @@ class WeightSource(Protocol):
 class WeightFiles:
     """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
 
-    Files are mapped, so that reading a slice touches only that slice's pages. Whether they fit a decoder is checked by
-    `open_weights`.
+    Files are mapped, so that reading a slice touches only that slice's pages. `open_weights` checks that they fit a
+    decoder.
     """
 
     def __init__(self, folder: str | Path):
@@ -60,12 +60,12 @@ class WeightFiles:
 
     @property
     def names(self) -> list[str]:
-        """All weights there, by the decoder's names."""
+        """Names of all weights, as the decoder has them."""
         return sorted([name for name in self._file_of if not is_of_one_expert(name)] + list(self._num_experts))
 
     @property
     def main_dtype(self) -> str:
-        """The dtype that most elements are stored in, such as bfloat16."""
+        """Dtype of most elements in the files, such as bfloat16."""
         elements: Counter[str] = Counter()
         for name in self._file_of:
             stored = self._stored(name)
@@ -79,11 +79,11 @@ class WeightFiles:
         return (self._num_experts[name], *shape) if name in self._num_experts else shape
 
     def dtype(self, name: str) -> str:
-        """How a weight is stored, in safetensors' words such as BF16; raises ValueError if its experts differ."""
+        """Return a weight's stored dtype in safetensors' terms, like BF16; raises ValueError if its experts differ."""
         return self._alike(name, lambda stored: stored.get_dtype())
 
     def read(self, wanted: WeightSlice) -> Tensor:
-        """Read one slice into a new CPU tensor of the stored dtype; raises ValueError for what the files don't hold."""
+        """Read one slice into a new CPU tensor of the stored dtype; raises ValueError if the files lack it."""
         if wanted.name == VALUE_HEAD:
             self._check_value_head_has_no_bias()
         if wanted.name not in self._num_experts:
@@ -108,7 +108,7 @@ class WeightFiles:
             whole = stored[tuple(slice(0, min(1, size)) for size in stored.get_shape())]
             return whole.new_empty(wanted.shape)
         read = stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
-        # The extremes of what holds a NaN are NaN, and are found at the speed of memory.
+        # Extremes of values with a NaN are NaN, and are computed at memory speed.
         if not torch.stack(read.aminmax()).isfinite().all():
             path = self.folder / self._file_of[wanted.name]
             raise ValueError(
@@ -125,7 +125,7 @@ class WeightFiles:
             )
 
     def _check_value_head_has_no_bias(self) -> None:
-        """transformers' token classifiers have one; left out, all values would be off by it."""
+        """Raise ValueError for a nonzero bias, as in transformers' token classifiers: values would be off by it."""
         if "score.bias" in self._file_of and (bias := self._stored("score.bias")[:]).any():
             raise ValueError(
                 f"score.bias in {self.folder} is {bias.tolist()}, but a value head has no bias; start it anew "
@@ -133,7 +133,7 @@ class WeightFiles:
             )
 
     def _alike(self, name: str, look: Callable[[Any], T]) -> T:
-        """What is the same of all experts of a weight, or of the weight itself where it isn't stacked."""
+        """Return a fact that all experts of a weight share, or the weight's own if it isn't stacked."""
         count = self._num_experts.get(name)
         names = [name] if count is None else [expert_name(name, expert) for expert in range(count)]
         first = look(self._stored(names[0]))
@@ -146,7 +146,7 @@ class WeightFiles:
         return first
 
     def _check_index(self) -> None:
-        """Each file holds exactly what the index lists for it: transformers reads by the files, others by the index."""
+        """Raise ValueError unless files match the index: transformers reads by files, others by index."""
         for file_name in sorted(set(self._file_of.values())):
             listed = {name for name, place in self._file_of.items() if place == file_name}
             if differing := sorted(listed ^ set(self._open(file_name).keys())):
@@ -174,7 +174,7 @@ class WeightFiles:
 
 
 def weight_files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, in the order of their names; each is there. Raises ValueError otherwise."""
+    """Return the folder's safetensors files, sorted by name. Raises ValueError if one is missing."""
     if (folder / _SINGLE_FILE).exists():
         return [folder / _SINGLE_FILE]
     paths = [folder / name for name in sorted(set(_read_index(folder).values()))]
@@ -201,7 +201,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def is_stacked(name: str) -> bool:
-    """Whether this is the decoder's name of one weight of all experts of a layer."""
+    """Return True for the decoder's name of one weight of all experts of a layer."""
     return _STACKED.fullmatch(name) is not None
 
 
@@ -213,7 +213,7 @@ def expert_name(stacked: str, expert: int) -> str:
 
 
 def count_experts(names: Iterable[str]) -> dict[str, int]:
-    """How many experts each stacked weight has in these files' names; raises ValueError if a number is left out."""
+    """Count the experts of each stacked weight in these files' names; raises ValueError for a gap."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         if match := _OF_ONE_EXPERT.fullmatch(name):
@@ -226,12 +226,12 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
 
 
 def is_of_one_expert(name: str) -> bool:
-    """Whether this is the files' name of a weight of a single expert."""
+    """Return True for the files' name of a weight of a single expert."""
     return _OF_ONE_EXPERT.fullmatch(name) is not None
 
 
 def unstack(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Give each weight under the files' names: stacked ones as views of their experts."""
+    """Yield each weight under the files' names: stacked ones as views of their experts."""
     for name, weight in weights:
         if is_stacked(name):
             yield from ((expert_name(name, number), part) for number, part in enumerate(weight.unbind()))
@@ -244,9 +244,9 @@ def write_weights(
 ) -> None:
     """Write weights in the Hugging Face layout: model.safetensors, or numbered files and an index.
 
-    Stacked experts are written one by one. Each tensor is copied as it comes, so the giver may reuse its storage for
-    the next; at most one file's worth is held. Files get their final names last. Raises ValueError if `folder`
-    already holds weights.
+    Stacked experts are written one by one. Each tensor is copied as it comes, so its storage may be reused for the
+    next; at most one file's worth is held. Files get their final names last. Raises ValueError if `folder` already
+    holds weights.
     """
     folder = Path(folder)
     if present := sorted(path.name for path in folder.glob("*.safetensors*")):
@@ -293,7 +293,7 @@ def _give_final_names(folder: Path, names_of_shard: list[list[str]], total_bytes
 
 
 class WithNewHead:
-    """The weights of a value model that starts from a language model's, or from a value model's but for its head.
+    """Weights of a value model that starts from a language model's, or from another value model's without its head.
 
     The head is zero, so that every value is 0 until it is trained.
     """

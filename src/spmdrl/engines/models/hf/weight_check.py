@@ -1,7 +1,7 @@
-"""Opens a folder's weights for a decoder: each expected weight is there in its whole shape, and nothing else.
+"""Opening a folder's weights for a decoder: each expected weight is present in its whole shape, and nothing else.
 
-Every reader of a model folder's weights goes through `open_weights`. What transformers loads with no more than a
-warning (missing, unexpected or reshaped weights) is refused, but for leftovers that change nothing.
+Every reader of a model folder's weights uses `open_weights`. Weights that transformers loads with just a warning
+(missing, unexpected or reshaped ones) are refused, except harmless leftovers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_NAMED = 3
 
 
 def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
-    """Return the weights of a folder whose config.json holds `config`; raises ValueError if the two don't fit exactly.
+    """Return the weights of a folder whose config.json holds `config`; raises ValueError unless they fit exactly.
 
     Reads the headers of all files; values only of a tied head that is stored beside the embedding.
     """
@@ -62,21 +62,21 @@ def _some(names: list[str]) -> str:
 
 
 def _prediction_layers(folder: Path, stored: set[str], config: DecoderConfig) -> list[str]:
-    """Name prefixes of the layers that predict further tokens, which DeepSeek-V3 stores after those of the decoder."""
+    """Name prefixes of layers that predict further tokens, which DeepSeek-V3 stores after the decoder's."""
     layers = range(config.num_layers, config.num_layers + count_prediction_layers(folder))
     # Their own projection distinguishes them from surplus decoder layers.
     return [prefix for prefix in (f"model.layers.{i}." for i in layers) if f"{prefix}eh_proj.weight" in stored]
 
 
 def _is_harmless(name: str, config: DecoderConfig) -> bool:
-    """Whether leaving a stored weight out changes nothing that this decoder computes."""
+    """Return True if omitting a stored weight changes nothing that this decoder computes."""
     # Old folders hold the rotary frequencies of each layer, which follow from config.json.
     if name.endswith(".rotary_emb.inv_freq"):
         return True
     if config.head == "value":
-        # The head of the language model that it was made of; a bias is refused by the reader, unless it is 0.
+        # Head of the original language model; the reader refuses a bias other than 0.
         return name in (_LANGUAGE_HEAD, "score.bias")
-    # The head of a value model; a head beside a tied one is compared with the embedding.
+    # Head of a value model; a head beside a tied one is compared with the embedding.
     return name == VALUE_HEAD or (name == _LANGUAGE_HEAD and config.tied_head)
 
 
@@ -94,7 +94,7 @@ def _check_weight(files: WeightFiles, name: str, expected: tuple[int, ...]) -> N
 
 
 def _check_tied_head(files: WeightFiles) -> None:
-    """transformers uses a stored head that differs from the embedding, whatever the config has."""
+    """Raise ValueError if a stored head differs from the embedding: transformers uses it, whatever the config has."""
     same_shape = files.shape(_LANGUAGE_HEAD) == files.shape(_EMBEDDING)
     if not same_shape or not _are_equal(files, _LANGUAGE_HEAD, _EMBEDDING):
         raise ValueError(
@@ -105,7 +105,7 @@ def _check_tied_head(files: WeightFiles) -> None:
 
 
 def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
-    """Whether two matrices of one shape hold the same values; few rows of them are in memory at a time."""
+    """Return True if two matrices of one shape hold equal values; few rows of them are in memory at a time."""
     rows, columns = files.shape(one)
     for start in range(0, rows, _ROWS_AT_A_TIME):
         box = (start, 0), (min(start + _ROWS_AT_A_TIME, rows), columns)

@@ -1,1 +1,1 @@
-"""The operations worth a kernel of their own: one table from operation and kind of device to implementation."""
+"""Operations with kernels of their own: one table from operation and kind of device to implementation."""

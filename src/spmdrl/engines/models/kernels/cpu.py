@@ -1,6 +1,6 @@
-"""Operations on a CPU: linear layers by oneDNN, which PyTorch leaves to MKL in float32, and attention over pages.
+"""Operations on a CPU: linear layers by oneDNN, which PyTorch leaves to MKL in float32, and paged attention.
 
-A linear layer gives a row the same bits whatever is beside it, and whether its weight lies in blocks or plainly.
+A linear layer gives a row the same bits whatever is beside it, with blocked and plain weights.
 
 Shape letters: `M` rows, `D` inputs and `O` outputs of a linear layer, `E` experts, `T` packed tokens, `H` query heads,
 `J` key and value heads, `K` head size of queries and keys, `U` head size of values, `B` rows, `C` blocks of a table.
@@ -20,13 +20,13 @@ from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 
 _PAGE_READERS = {torch.float32: "paged_attention_float32", torch.bfloat16: "paged_attention_bfloat16"}
-# The layout that oneDNN chooses for this many rows is the one for any greater number too.
+# oneDNN's layout for this many rows is also the one for any greater number.
 _EXPECTED_ROWS = 16
 _BLOCKED_DTYPES = (torch.float32, torch.bfloat16)
-_LEAST_ROWS = 2  # One alone would be rounded otherwise.
-# The first product of a shape takes a third of a millisecond more, which those of smaller weights don't earn back.
+_LEAST_ROWS = 2  # One alone would be rounded differently.
+# The first product of a shape takes a third of a millisecond more, which smaller weights don't earn back.
 _LEAST_WEIGHTS = 1 << 15
-# MKL chooses slower loops for them: 66 to 100 GFLOP/s where oneDNN's products run at 100 to 110.
+# MKL has slower loops for them: 66 to 100 GFLOP/s where oneDNN's products reach 100 to 110.
 _VENDORS_SLOW_IN_MKL = ("AuthenticAMD", "HygonGenuine")
 
 
@@ -51,7 +51,7 @@ class _PageSizes(ctypes.Structure):
 
 
 def reads_pages(dtype: torch.dtype | None) -> bool:
-    """Whether the library has attention over pages, of this dtype or at all; PyTorch has none."""
+    """Return True if the library has paged attention, of this dtype or at all; PyTorch has none."""
     return (dtype is None or dtype in _PAGE_READERS) and cpu_library() is not None
 
 
@@ -59,7 +59,7 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
     library = cpu_library()
     if library is None or q_BHK.dtype not in _PAGE_READERS:
         return plain.paged_attention(q_BHK, keys, values, tables_BC, lengths_B)
-    assert keys.is_contiguous() and values.is_contiguous(), "pages lie in one piece"
+    assert keys.is_contiguous() and values.is_contiguous(), "pages are contiguous"
     (num_rows, num_heads, key_size), (_, num_kv_heads, block_size, value_size) = q_BHK.shape, values.shape
     q_BHK, tables_BC, lengths_B = q_BHK.contiguous(), tables_BC.contiguous(), lengths_B.contiguous()
     out_BHU = q_BHK.new_empty(num_rows, num_heads, value_size)
@@ -74,7 +74,7 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
 
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """F.linear, by oneDNN where that is faster; which one it is depends on the weight alone."""
+    """Compute F.linear, by oneDNN if that is faster; the choice depends on the weight alone."""
     if rows_MD.ndim != 2 or not linear_takes(weight_OD):
         return plain.linear(rows_MD, weight_OD, bias_O)
     if not torch.is_grad_enabled():
@@ -83,7 +83,7 @@ def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> 
 
 
 def linear_takes(weight_OD: Tensor) -> bool:
-    """Whether oneDNN computes the products of this weight that have gradients."""
+    """Return True if oneDNN computes this weight's products with gradients."""
     return weight_OD.dtype == torch.float32 and weight_OD.numel() >= _LEAST_WEIGHTS and _is_faster()
 
 
@@ -100,7 +100,7 @@ class _Linear(torch.autograd.Function):
         by_rows, by_weight, by_bias = ctx.needs_input_grad
         return (
             _product(by_out_MO, weight_OD.T, None) if by_rows else None,
-            # MKL is as fast here: oneDNN would have to turn one of the two around first.
+            # MKL is as fast here: oneDNN would have to transpose one of the two first.
             by_out_MO.T @ rows_MD if by_weight else None,
             by_out_MO.sum(0) if by_bias else None,
         )
@@ -129,10 +129,10 @@ def _is_faster() -> bool:
 
 
 class BlockedLinear:
-    """A linear layer whose weight lies in blocks, as oneDNN's products read it, for inference.
+    """A linear layer for inference with a blocked weight, as oneDNN's products read it.
 
-    With few rows a product is bound by reading the weight, and one in blocks streams through the caches in order. Its
-    bits are those of `linear` by oneDNN, but not those of F.linear. The weight is copied, the bias used where it lies.
+    With few rows a product is bound by reading the weight, and a blocked one streams through the caches in order. Its
+    bits equal `linear`'s by oneDNN, but not F.linear's. The weight is copied, the bias isn't.
     """
 
     def __init__(self, weight_OD: Tensor, bias_O: Tensor | None):
@@ -156,7 +156,7 @@ def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> BlockedLinear | 
 
 
 def blocked_linear_takes(weight_OD: Tensor) -> bool:
-    """Whether this build of PyTorch, and the CPU, have such products of the weight's dtype."""
+    """Return True if this build of PyTorch, and the CPU, have such products of the weight's dtype."""
     if not (torch.backends.mkldnn.is_available() and weight_OD.dtype in _BLOCKED_DTYPES):
         return False
     return weight_OD.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,4 +1,4 @@
-"""Operations on CUDA: torch's fused ones, and liger-kernel's where it is installed."""
+"""Operations on CUDA: torch's fused ones, and liger-kernel's if installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ImportError:
     LigerRMSNormFunction = LigerSiLUMulFunction = None
 
 _HALF = (torch.bfloat16, torch.float16)
-# What flash attention requires of devices and heads.
+# Requirements of flash attention on devices and heads.
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_LARGEST_HEAD = 256
 _FLASH_HEAD_MULTIPLE = 8
@@ -73,14 +73,14 @@ def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: Prefix
     first = packed_attention(q_THK[:num_first], k_TJK[:num_first], v_TJU[:num_first], rows.first)
     keys, values = (copy_rows(heads, packed.keys) for heads in (k_TJK, v_TJU))
     bounds = (packed.ends, packed.rows.cumulative(q_THK.device), packed.longest, packed.rows.longest)
-    # Of fewer queries than keys, the last one sees the last key.
+    # With fewer queries than keys, the last one sees the last key.
     return torch.cat((first, _flash(q_THK[num_first:], keys, values, bounds)))
 
 
 def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
     value_size = v_TJU.shape[-1]
     v_TJK = pad_values(k_TJK, v_TJU)
-    # Only here: it brings Dynamo with it, which takes longer to import than the rest of PyTorch.
+    # Only here: it imports Dynamo, which takes longer than the rest of PyTorch.
     from torch.nn.attention.varlen import varlen_attn
 
     parameters = _parameters(varlen_attn)
@@ -101,7 +101,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
-    # Comes with torch's CUDA builds alone.
+    # In torch's CUDA builds only.
     from spmdrl.engines.models.kernels import paged_kernel
 
     return paged_kernel.paged_attention(q_BHK, keys, values, tables_BC, lengths_B)

@@ -1,17 +1,13 @@
 """Operations on a CPU whose result for a row has the same bits whatever else is computed beside it.
 
-So a token's log-prob is the same when a batch of other rows decodes beside it, when its row is scored in one piece,
-and in the update. What that takes, in float32 on one thread:
+So a token's log-prob is the same when a batch of other rows decodes beside it, when its row is scored in one piece, and
+in the update. Requirements, in float32 on one thread:
 
-- a matrix product rounds each row alike from LEAST_ROWS rows on, but differently with fewer: fewer are padded; its
-  columns are rounded alike whatever other columns there are, from 11 on: with fewer, as of an adapter's A, a row rounds
-  by where it lies in memory, so that they are filled up to LEAST_COLUMNS;
-- silu and sigmoid round the last elements of a tensor, those that fill no vector, differently from the rest: tensors
-  are filled up;
-- how attention's sum over the keys is split depends on their number. The CPU's library goes through them one by one,
-  in whole rows and in the cache.
+- a matrix product rounds each row equally from LEAST_ROWS rows on, but differently with fewer: fewer are padded; its
+columns are rounded equally whatever other columns there are, from 11 on: with fewer, as of an adapter's A, rounding
+depends on a row's address, so that they are padded to LEAST_COLUMNS;
 
-This holds for forward passes only: gradients are right to rounding, as they are elsewhere.
+This holds for forward passes only: gradients have ordinary rounding errors.
 
 Shape letters: `M` rows sorted by expert, `E` experts, `D` inputs and `O` outputs of a linear layer.
 """
@@ -29,7 +25,7 @@ from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp import row_attention
 
 LEAST_COLUMNS = 16
-# Two of the widest vectors, which is what a loop over elements takes at a time, in any dtype.
+# Two of the widest vectors, the unit of a loop over elements in any dtype.
 _ELEMENTS_AT_A_TIME = 64
 
 
@@ -50,7 +46,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return an elementwise function of x, none of whose elements is left over when vectors are filled."""
+    """Apply an elementwise function to x, padded to whole vectors."""
     if x.shape[-1] % _ELEMENTS_AT_A_TIME == 0:
         return function(x)
     lacking = -x.numel() % _ELEMENTS_AT_A_TIME
@@ -67,9 +63,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sigmoid": sigmoid,
     "grouped_linear": grouped_linear,
     "linear": linear,
-    # Its bits are others than those of F.linear.
+    # Its bits differ from F.linear's.
     "blocked_linear": plain.blocked_linear,
-    # The generator sums them so.
+    # The generator sums in this order.
     "exponential_sums": plain.exponential_sums,
     "paged_attention": row_attention.cached_attention,
 }

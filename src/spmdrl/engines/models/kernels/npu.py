@@ -18,9 +18,9 @@ _HALF = (torch.bfloat16, torch.float16)
 # npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size.
 _CAUSAL_MODE = 3
 _TRIANGLE_SIZE = 2048
-# The most rows that its documentation allows in one call.
+# The documented limit of rows in one call.
 _MOST_ROWS = 1024
-# npu_grouped_matmul's words: one output tensor, groups along the rows (0) or along the summed dim (2), sizes as counts.
+# npu_grouped_matmul's codes: one output tensor, groups along the rows (0) or along the summed dim (2), sizes as counts.
 _ONE_OUTPUT = 3
 _GROUPS_OF_ROWS, _GROUPS_OF_SUMMANDS = 0, 2
 _COUNTS = 1
@@ -28,7 +28,7 @@ _COUNTS = 1
 
 @cache
 def _operators() -> Any:
-    # An optional back end: importing it without its toolkit fails, and takes torch along.
+    # An optional back end: importing it without its toolkit fails, and breaks torch too.
     import torch_npu
 
     return torch_npu
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # The operator takes [1, T, H, K] with whole cosines and sines, and computes in the dtype that it is given.
+    # The operator takes [1, T, H, K] with whole cosines and sines, and computes in its input's dtype.
     cos, sin = (torch.cat((half, half), dim=-1).unsqueeze(0) for half in (cos, sin))
     turned = _operators().npu_rotary_mul(heads.to(torch.float32).unsqueeze(0), cos, sin)
     return turned.squeeze(0).to(heads.dtype)
@@ -76,7 +76,7 @@ class _GroupedLinear(torch.autograd.Function):
         gradient_MO = gradient_MO.contiguous()
         by_rows_MD = _grouped_matmul(gradient_MO, weights_EOD, counts_E, _GROUPS_OF_ROWS)
         by_weights_EOD = _grouped_matmul(gradient_MO.T, rows_MD, counts_E, _GROUPS_OF_SUMMANDS)
-        # What the operator leaves in the place of an expert without rows isn't documented.
+        # The operator's result for an expert without rows isn't documented.
         return by_rows_MD, by_weights_EOD.masked_fill_((counts_E == 0)[:, None, None], 0), None
 
 
@@ -91,10 +91,10 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if not (a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel()):
         return plain.add_matmul(out, a, b)
     try:
-        # torch_npu's name begins with an underscore; MindSpeed's operator of the same name is built on the side.
+        # torch_npu's name begins with an underscore; MindSpeed's operator of the same name is compiled separately.
         _operators()._npu_matmul_add_fp32(a, b, out)
     except OSError:
-        # It is Ascend's transformer library's (NNAL), which is installed apart from CANN.
+        # Part of Ascend's transformer library (NNAL), which is installed apart from CANN.
         return plain.add_matmul(out, a, b)
     return out
 
@@ -128,7 +128,7 @@ def _attend_rows(
 
 
 def _from_0(offsets: Sequence[int]) -> list[int]:
-    """Return the ends of rows counted from the first one's start."""
+    """Return the ends of rows relative to the first one's start."""
     return [offset - offsets[0] for offset in offsets[1:]]
 
 

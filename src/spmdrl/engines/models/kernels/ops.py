@@ -1,4 +1,4 @@
-"""The operations by name; each runs the implementation that the table names for its tensors' device, or the plain one.
+"""Operations by name; each runs the table's implementation for its tensors' device, or the plain one.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
 `B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M` rows, `E` experts, `D` inputs and `O`
@@ -51,53 +51,53 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def compute_batch_invariantly() -> None:
-    """From now on run what gives each row the same bits whatever is computed beside it; CPUs in float32 only.
+    """Switch to operations that give a row the same bits whatever is computed beside it; CPUs in float32 only.
 
-    Raises ValueError on a machine without the CPU's library, whose attention that takes.
+    Raises ValueError on a machine without the CPU's library, whose attention this needs.
     """
     if cpu_library() is None:
         raise ValueError(
             "debug.batch_invariant is true, but the CPU's operations can't be built here, as was logged; install g++, "
             "name a compiler in the environment's CXX, or set debug.batch_invariant to false"
         )
-    # Threads share a product's rows among them, until one of them has too few.
+    # Threads divide a product's rows, until one of them has too few.
     torch.set_num_threads(1)
     for name, function in invariant.OPERATIONS.items():
         TABLE[name] = {"cpu": function}
 
 
 def implementation(operation: str, tensor: Tensor) -> Callable[..., Any]:
-    """Return the function for the device that a tensor is on."""
+    """Return the operation's implementation for a tensor's device."""
     return TABLE[operation].get(tensor.device.type) or getattr(plain, operation)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalization over the last dim (arXiv:1910.07467, eq. 4), computed in float32, in x's dtype."""
+    """Normalize the last dim by its root mean square (arXiv:1910.07467, eq. 4), in float32; returns x's dtype."""
     return implementation("rms_norm", x)(x, weight, eps)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [T, H, K], half-split, in float32; cosines and sines are float32 [T, 1, K / 2]."""
+    """Apply rotary embedding to [T, H, K], half-split, in float32; cosines and sines are float32 [T, 1, K / 2]."""
     return implementation("rotate", heads)(heads, cos, sin)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv:2002.05202, eq. 6)."""
+    """Return silu(gate) * up (arXiv:2002.05202, eq. 6)."""
     return implementation("swiglu", gate)(gate, up)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return implementation("sigmoid", x)(x)
 
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """rows @ weight.T + bias [M, O]."""
+    """Return rows @ weight.T + bias [M, O]."""
     return implementation("linear", rows_MD)(rows_MD, weight_OD, bias_O)
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    """Apply each expert's linear layer to its own rows, which lie sorted by expert; returns [M, O].
+    """Apply each expert's linear layer to its own rows, which are sorted by expert; returns [M, O].
 
     `counts_E` int64 adds up to R and may hold zeros; every expert's weight gets a gradient.
     """
@@ -105,7 +105,7 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
 
 
 def blocked_linear(weight_OD: Tensor, bias_O: Tensor | None) -> cpu.BlockedLinear | None:
-    """A linear layer with a copy of this weight that is faster than F.linear without gradients; None if none is."""
+    """Return a linear layer with a copy of this weight that beats F.linear without gradients, or None."""
     return implementation("blocked_linear", weight_OD)(weight_OD, bias_O)
 
 
@@ -115,9 +115,9 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def exponential_sums(logits_CV: Tensor, highest_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums [C] of exp(z) and of z exp(z) over each row, where z is what a logit is above the row's highest.
+    """Return sums [C] of exp(z) and of z exp(z) over each row, where z is a logit minus the row's highest.
 
-    The float32 logits are overwritten by these z. No gradient.
+    The float32 logits are overwritten by z. No gradient.
     """
     return implementation("exponential_sums", logits_CV)(logits_CV, highest_C)
 
@@ -125,9 +125,9 @@ def exponential_sums(logits_CV: Tensor, highest_C: Tensor) -> tuple[Tensor, Tens
 def minus_expected(
     above_CV: Tensor, log_sum_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor | None, by_entropy_C: Tensor | None
 ) -> Tensor:
-    """-p * (g + h * (log p + H)) [C, V], in float32, where log p is z - log sum; the z are overwritten. No gradient.
+    """Return -p * (g + h * (log p + H)) [C, V], float32; log p is z - log sum; overwrites z. No gradient.
 
-    d/dz of g * log p_t + h * H is this and g at the target t. `by_logprob_C` has g and `by_entropy_C` h of each row;
+    d/dz of g * log p_t + h * H is this, plus g at the target t. `by_logprob_C` has g and `by_entropy_C` h of each row;
     one of them may be None.
     """
     compute = implementation("minus_expected", above_CV)
@@ -135,7 +135,7 @@ def minus_expected(
 
 
 def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
-    """Causal attention inside each row and none across rows, scaled by 1 / sqrt(K); returns [T, H, U].
+    """Attend causally inside each row and never across rows, scaled by 1 / sqrt(K); returns [T, H, U].
 
     J divides H. Values may have a smaller head size than keys.
     """
@@ -143,21 +143,21 @@ def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
 
 
 def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
-    """As `packed_attention` of rows of which some have their first tokens in common; returns [T, H, U]."""
+    """Compute `packed_attention` of rows of which some share their first tokens; returns [T, H, U]."""
     return implementation("prefixed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows)
 
 
 def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
-    """Attention to the keys for which the mask, which broadcasts to [B, 1, Q, S], is true; returns [B, H, Q, U].
+    """Attend to the keys for which the mask, broadcast to [B, 1, Q, S], is true; returns [B, H, Q, U].
 
-    A mask of numbers has 0 for true and -inf for false, and is added to the scores.
-    Scaled by 1 / sqrt(K). J divides H. Every query sees at least one of the first keys.
+    A mask of numbers has 0 for true and -inf for false, and is added to the scores. Scaled by 1 / sqrt(K). J divides H.
+    Every query sees at least one of the first keys.
     """
     return implementation("masked_attention", q_BHQK)(q_BHQK, k_BJSK, v_BJSU, mask)
 
 
 def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
-    """Attention of one query per row to its first `lengths_B` cached positions; returns [B, H, U].
+    """Attend from one query per row to its first `lengths_B` cached positions; returns [B, H, U].
 
     Position s of a row is place s % block_size of block `tables_BC`[s // block_size]; keys are [blocks, J, block size,
     K], values [blocks, J, block size, U]. Tables and lengths are int32, lengths at least 1. Scaled by 1 / sqrt(K). J
@@ -167,7 +167,7 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
 
 
 def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:
-    """Whether paged attention, of this dtype or at all, reads blocks where they lie instead of copying them."""
+    """Return True if paged attention, of this dtype or at all, reads blocks in place instead of copying them."""
     function = TABLE["paged_attention"].get(device.type, plain.paged_attention)
     if function is cpu.paged_attention:
         return cpu.reads_pages(dtype)
@@ -175,5 +175,5 @@ def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:
 
 
 def reads_pages_of_a_row_once(device: torch.device) -> bool:
-    """Whether paged attention of a row's consecutive positions, beside each other, reads its blocks once for them."""
+    """Return True if paged attention reads blocks once for consecutive positions of a row beside each other."""
     return TABLE["paged_attention"].get(device.type) is row_attention.cached_attention

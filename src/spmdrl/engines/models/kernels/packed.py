@@ -1,6 +1,6 @@
-"""Packed rows as attention kernels take them: by their ends, or in padded blocks of rows of similar length.
+"""Packed rows for attention kernels: by their ends, or in padded blocks of rows of similar length.
 
-Padding lives only inside one attention call: the rest of the decoder sees packed tokens. Indexes are made once for a
+Padding exists only inside one attention call: the rest of the decoder sees packed tokens. Indexes are made once per
 micro-batch and serve all its layers.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from spmdrl.resources.device import to_device
 
-# One more attention call costs a CPU about as much as a few dozen padded tokens, so short rows share a block even
-# when their lengths differ by half, and long rows only when padding adds little.
+# One more attention call costs a CPU about as much as a few dozen padded tokens, so short rows share a block even if
+# their lengths differ by half, and long rows only if padding adds little.
 _SHORT_SPREAD = 16
 _LONG_SPREAD_DIVISOR = 16
 
@@ -29,7 +29,7 @@ _LONG_SPREAD_DIVISOR = 16
 def group_rows(lengths: Sequence[int]) -> list[list[int]]:
     """Split the rows that hold tokens into groups of similar length, ascending inside a group and by first row.
 
-    In that order rows of equal lengths, and rows that share with no other, stay where they are in memory.
+    In that order rows of equal lengths, and rows alone in their group, keep their place in memory.
     """
     descending = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -57,17 +57,17 @@ class Block:
 
 @dataclass(frozen=True)
 class PaddedPlan:
-    """Where each packed token goes in the padded blocks, and back."""
+    """Maps between packed tokens and the padded blocks."""
 
     blocks: tuple[Block, ...]
     token_of_slot: Tensor
-    """[slots] the token copied there; a padded slot repeats its row's last token."""
+    """[slots] token copied there; a padded slot repeats its row's last token."""
     slot_of_token: Tensor
     """[T]"""
     padded_slots: Tensor
-    """The slots that hold no token of their own."""
+    """Slots without a token of their own."""
     is_identity: bool
-    """Whether slots and tokens coincide, so that nothing need be copied."""
+    """True if slots and tokens coincide, so that nothing need be copied."""
 
     def to(self, device: torch.device) -> PaddedPlan:
         return replace(
@@ -102,19 +102,19 @@ def plan_blocks(offsets: Sequence[int]) -> PaddedPlan:
 
 @dataclass(frozen=True)
 class RowTable:
-    """Where rows, and prefixes that come before them, lie among packed tokens, on the host, as int64."""
+    """Places of rows, and of prefixes before them, among packed tokens, on the host, as int64."""
 
     rows: Tensor
-    """[rows, 4]: a row's first token and number of tokens, and those of its prefix; 0 tokens for none"""
+    """[rows, 4]: a row's first token and number of tokens, then its prefix's; 0 tokens for none"""
     group_ends: Tensor
-    """[groups] where groups of rows end; rows with a prefix in common, and that prefix, are in one"""
+    """[groups] ends of groups of rows; rows with a common prefix, and that prefix, are in one"""
 
 
 class PackedRows:
-    """The rows of a micro-batch that hold tokens, laid end to end."""
+    """Rows of a micro-batch that hold tokens, laid end to end."""
 
     def __init__(self, offsets: Tensor):
-        """Rows with these offsets [B + 1]; give them on the CPU to avoid waiting for the device."""
+        """Rows with these offsets [B + 1]; pass them on the CPU to avoid waiting for the device."""
         # Rows without tokens attend to nothing, and some kernels refuse them.
         self.offsets = list(dict.fromkeys(offsets.tolist()))
         """Strictly ascending."""
@@ -141,7 +141,7 @@ class PackedRows:
         return self._cumulative[device]
 
     def padded(self, device: torch.device) -> PaddedPlan:
-        """Padded blocks of rows of similar length, with their indexes on a device."""
+        """Return padded blocks of rows of similar length, with their indexes on a device."""
         if device not in self._padded:
             self._padded[device] = plan_blocks(self.offsets).to(device)
         return self._padded[device]
@@ -156,7 +156,7 @@ class _ToSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # What reaches a padded slot is zero, because its output is dropped.
+        # A padded slot's gradient is zero, because its output is dropped.
         return gradient.index_select(0, ctx.plan.slot_of_token), None
 
 
@@ -173,7 +173,7 @@ class _FromSlots(torch.autograd.Function):
 
 
 def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
-    """As `ops.packed_attention`, in padded blocks of rows of similar length."""
+    """Compute `ops.packed_attention` in padded blocks of rows of similar length."""
     plan = rows.padded(q_THK.device)
     if not plan.blocks:
         return nothing_attended(q_THK, k_TJK, v_TJU)
@@ -186,10 +186,10 @@ def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRo
 def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block]) -> Tensor:
     """Attend in each block of slots; returns [slots, H, U]."""
     value_size, has_shared_keys = values.shape[-1], queries.shape[1] != keys.shape[1]
-    # Fast kernels want one head size: padded with zeros, long rows take less than half the time.
+    # Fast kernels need one head size: padded with zeros, long rows take less than half the time.
     values = pad_values(keys, values)
     attended = []
-    # Not slices, and none of everything: the backward pass of each writes a whole tensor of zeros.
+    # Neither slices nor full ranges: the backward pass of each writes a whole tensor of zeros.
     sizes = [block.stop - block.start for block in blocks]
     heads = [x.split(sizes) if len(sizes) > 1 else (x,) for x in (queries, keys, values)]
     for block, *parts in zip(blocks, *heads, strict=True):
@@ -202,11 +202,11 @@ def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequenc
 
 
 def pad_values(keys: Tensor, values: Tensor) -> Tensor:
-    """Return the values with zeros behind them up to the head size of the keys."""
+    """Return the values, padded with zeros to the head size of the keys."""
     missing = keys.shape[-1] - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
 
 
 def nothing_attended(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
-    """Return the result of no tokens [0, H, U], which differentiates by all three all the same."""
+    """Return the result [0, H, U] without tokens, still differentiable by all three."""
     return q_THK[..., : v_TJU.shape[-1]] + 0.0 * (k_TJK.sum() + v_TJU.sum())

@@ -1,7 +1,7 @@
-"""Attention of one query per row over a paged cache, in Triton: each key and value is read once, where it lies.
+"""Attention of one query per row over a paged cache, in Triton: each key and value is read once, in place.
 
-A row's positions are cut in chunks of fixed size, attended by programs of their own, and merged in order. So a row is
-rounded alike whatever is beside it, and few rows still keep a device busy.
+A row's positions are cut in chunks of fixed size, attended by separate programs, and merged in order. So a row's
+rounding doesn't depend on what is beside it, and few rows still keep a device busy.
 
 Shape letters: `B` rows, `C` blocks of a table, `J` key and value heads, `F` query heads that share one, `K` head size
 of queries and keys, `U` head size of values. The cache is [blocks, J, block size, K or U].
@@ -22,13 +22,13 @@ _LEAST_QUERIES = 16
 
 
 def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
-    """As `ops.paged_attention`."""
+    """Compute `ops.paged_attention`."""
     num_rows, num_queries, key_size = q_BHK.shape
     _, num_heads, block_size, value_size = values.shape
     num_chunks = triton.cdiv(tables_BC.shape[1] * block_size, _CHUNK)
     out = q_BHK.new_empty(num_rows, num_queries, value_size)
     parts = q_BHK.new_empty((num_rows, num_queries, num_chunks, value_size), dtype=torch.float32)
-    # Of each part: the largest score, and the sum of the exponentials of the others' distance to it.
+    # Of each part: the largest score, and the sum of exponentials relative to it.
     bounds = q_BHK.new_empty((num_rows, num_queries, num_chunks, 2), dtype=torch.float32)
     _attend_chunks[(num_rows, num_heads, num_chunks)](
         q_BHK, keys, values, tables_BC, lengths_B, parts, bounds,

@@ -1,4 +1,4 @@
-"""Each operation in plain PyTorch: what the others are tested against, and what devices without their own run.
+"""Each operation in plain PyTorch: the reference in tests, and the fallback of devices without their own.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
 `F` query heads that share a key head, `B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M`
@@ -18,10 +18,10 @@ from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, p
 from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows
 from spmdrl.nouns.batch import offsets_of
 
-# A CPU's matrix product gives each of its rows the same bits whatever their number, from this many on: MKL has other
-# loops for fewer than 16 on processors with AVX-512 FP16, and for fewer than 4 on others.
+# A CPU's matrix product gives each of its rows the same bits from this number of rows on: MKL has other loops for fewer
+# than 16 on processors with AVX-512 FP16, and for fewer than 4 on others.
 LEAST_ROWS = 16
-# The grouped product demands that rows of every operand begin at multiples of this.
+# The grouped product requires rows of every operand to begin at multiples of this.
 _STRIDE_BYTES = 16
 
 
@@ -44,7 +44,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """F.linear that gives each row the same bits, however many they are."""
+    """Compute F.linear with the same bits for each row, however many there are."""
     lacking = LEAST_ROWS - len(rows_MD)
     if lacking <= 0 or not len(rows_MD):
         return F.linear(rows_MD, weight_OD, bias_O)
@@ -107,7 +107,7 @@ def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: Prefix
 
 
 def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
-    # Fast kernels want one head size; padded values only add columns.
+    # Fast kernels need one head size; padded values only add columns.
     values = pad_values(k_BJSK, v_BJSU)
     out = F.scaled_dot_product_attention(
         q_BHQK, k_BJSK, values, attn_mask=mask, enable_gqa=q_BHQK.shape[1] != k_BJSK.shape[1]
@@ -128,20 +128,20 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
 
 
 def grouped_mm_takes(rows_MD: Tensor, weights_EOD: Tensor) -> bool:
-    """Whether there are rows, and all strides are as the grouped product demands them."""
+    """Return True if there are rows, and all strides satisfy the grouped product."""
     widths = weights_EOD.shape[1:]
     return len(rows_MD) > 0 and all(width * rows_MD.element_size() % _STRIDE_BYTES == 0 for width in widths)
 
 
 def grouped_mm_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each expert's linear layer on its own rows; returns [M, O]."""
+    """Apply each expert's linear layer to its own rows; returns [M, O]."""
     ends_E = counts_E.to(rows_MD.device, non_blocking=True).cumsum(0).to(torch.int32)
     product_MO = F.grouped_mm(rows_MD.contiguous(), weights_EOD.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(product_MO)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Hands on a gradient with plain strides: the product's backward fails on others, such as those of a sum."""
+    """Passes on a gradient with plain strides: the product's backward fails on others, such as a sum's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Rows of which some begin with the same tokens, computed once, as attention kernels take them.
+"""Rows that share their first tokens, computed once, in the form of attention kernels.
 
-All but attention sees each token once. Attention copies what it needs to have a row side by side, inside one call; the
-gradients of copies are added in a fixed order.
+Everything but attention sees each token once. Attention copies tokens to make rows contiguous, inside one call; the
+gradients of copies are summed in a fixed order.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values. A
 *slot* is a place among the copies.
@@ -31,22 +31,22 @@ from spmdrl.resources.device import to_device
 
 @dataclass(frozen=True)
 class Copies:
-    """Which rows of a tensor are copied to which slots, some of them several times."""
+    """Copies of a tensor's rows to slots, some of them several times."""
 
     index: Tensor
-    """[slots] the row copied to each"""
+    """[slots] row copied to each"""
     rounds: tuple[tuple[Tensor, Tensor], ...]
-    """Slots whose gradients count, and their rows in ascending order; no row is twice in a round."""
+    """Slots whose gradients count, with their rows in ascending order; a round has no duplicate rows"""
 
     @classmethod
     def of(cls, index: Tensor, padded_slots: Tensor | None = None) -> Copies:
-        """Copy of these rows, on the host; padded slots have no gradient."""
+        """Plan copies of these rows, on the host; padded slots have no gradient."""
         counts = torch.ones(index.shape, dtype=torch.bool)
         if padded_slots is not None:
             counts[padded_slots] = False
         slots = counts.nonzero().flatten()
         rows, order = index[slots].sort(stable=True)
-        # The number of each copy among those of its row.
+        # Number of each copy among its row's.
         number = torch.arange(rows.numel()) - torch.searchsorted(rows, rows)
         by_number, by_copy = number.sort(stable=True)
         sizes = by_number.bincount().tolist()
@@ -58,7 +58,7 @@ class Copies:
 
 
 def copy_rows(values: Tensor, copies: Copies) -> Tensor:
-    """Return the copies [slots, ...]; backward adds up each row's gradients in the order of its slots."""
+    """Return the copies [slots, ...]; backward sums each row's gradients in the order of its slots."""
     return _CopyRows.apply(values, copies)
 
 
@@ -82,56 +82,56 @@ class _CopyRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PrefixedPlan:
-    """Whole rows in padded blocks, as `plan_blocks` lays them."""
+    """Whole rows in padded blocks, laid out by `plan_blocks`."""
 
     blocks: tuple[Block, ...]
     tokens: Copies
-    """Of each slot."""
+    """Token of each slot."""
     results: Copies
-    """[T] the slot of each token in its first row."""
+    """[T] slot of each token in its first row"""
 
 
 @dataclass(frozen=True)
 class PackedKeys:
-    """The keys of each row behind a prefix, end to end without padding."""
+    """Keys of each row after a prefix, end to end without padding."""
 
     keys: Copies
     rows: PackedRows
-    """As long as their keys."""
+    """Rows as long as their keys."""
     offsets: list[int]
-    """Of the rows' own tokens, which are the queries."""
+    """Offsets of the rows' own tokens, which are the queries."""
     ends: Tensor
-    """The same on the device, int32"""
+    """`offsets` on the device, int32"""
     longest: int
-    """The most queries of a row."""
+    """Largest number of queries in a row."""
 
 
 class PrefixedRows:
-    """The rows of a micro-batch: pieces that are prefixes or whole rows, and behind all of them what follows a prefix.
+    """Rows of a micro-batch: pieces that are prefixes or whole rows, then the rows' own tokens after a prefix.
 
-    Each piece attends to itself, and what follows a prefix to that too.
+    Each piece attends to itself, and own tokens after a prefix also to that.
     """
 
     def __init__(self, offsets: Tensor, lengths: Sequence[int], prefixes: Sequence[int]):
-        """Offsets of the first pieces; then, for each row behind a prefix, its own tokens and that piece's number."""
-        assert all(lengths), "a row behind its prefix has tokens"
+        """Offsets of the first pieces; then, for each row after a prefix, its own tokens and that piece's number."""
+        assert all(lengths), "a row after its prefix has tokens"
         self.first, self.num_first = PackedRows(offsets), int(offsets[-1])
         self._starts, self._lengths, self._prefixes = offsets.tolist(), list(lengths), list(prefixes)
         self._plans: dict[torch.device, PrefixedPlan] = {}
         self._packed: dict[torch.device, PackedKeys] = {}
 
     def followers(self) -> list[Tensor]:
-        """Return the tokens of each row behind a prefix: those of the prefix, then its own."""
+        """Return the tokens of each row after a prefix: the prefix's, then its own."""
         pieces = self._pieces()
         return [torch.cat((pieces[prefix], own)) for prefix, own in self._behind()]
 
     def whole_rows(self) -> list[Tensor]:
-        """Return the tokens of every row, all of its own or behind a prefix."""
+        """Return the tokens of every row, all of its own or after a prefix."""
         return [torch.cat(row) for row in self._rows_in_parts()]
 
     @cached_property
     def table(self) -> RowTable:
-        """Each piece that has tokens, and behind it the rows that it is the prefix of."""
+        """Return each piece that has tokens, followed by the rows that it is the prefix of."""
         groups = [[(start, stop - start, 0, 0)] if stop > start else [] for start, stop in pairwise(self._starts)]
         start = self.num_first
         for prefix, length in zip(self._prefixes, self._lengths, strict=True):
@@ -142,7 +142,7 @@ class PrefixedRows:
         return RowTable(rows, torch.tensor([len(group) for group in groups], dtype=torch.int64).cumsum(0))
 
     def padded(self, device: torch.device) -> PrefixedPlan:
-        """Whole rows in padded blocks, with their indexes on a device."""
+        """Return whole rows in padded blocks, with their indexes on a device."""
         if device not in self._plans:
             rows = self._rows_in_parts()
             lengths = [sum(map(len, row)) for row in rows]
@@ -155,7 +155,7 @@ class PrefixedRows:
         return self._plans[device]
 
     def packed(self, device: torch.device) -> PackedKeys:
-        """Return the keys of rows behind prefixes, with their indexes on a device."""
+        """Return the keys of rows after prefixes, with their indexes on a device."""
         if device not in self._packed:
             rows, offsets = self.followers(), offsets_of(self._lengths)
             self._packed[device] = PackedKeys(
@@ -174,7 +174,7 @@ class PrefixedRows:
         return [*alone, *((pieces[prefix], own) for prefix, own in self._behind())]
 
     def _behind(self) -> Iterator[tuple[int, Tensor]]:
-        """Of each row behind a prefix, that piece's number and the row's own tokens."""
+        """Yield, for each row after a prefix, that piece's number and the row's own tokens."""
         own = torch.arange(self.num_first, self.num_first + sum(self._lengths)).split(self._lengths)
         return zip(self._prefixes, own, strict=True)
 
@@ -184,9 +184,9 @@ class PrefixedRows:
 
 
 def padded_prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
-    """As `ops.prefixed_attention`, with the bits of whole rows that share nothing: each attends as it would then.
+    """Compute `ops.prefixed_attention`, with the bits of whole rows that share nothing.
 
-    What a prefix attends to is that of its first row.
+    A prefix gets its first row's result.
     """
     plan = rows.padded(q_THK.device)
     queries, keys, values = (copy_rows(heads, plan.tokens) for heads in (q_THK, k_TJK, v_TJU))

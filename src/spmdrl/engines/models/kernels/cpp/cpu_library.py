@@ -1,7 +1,7 @@
-"""The library of this folder's C++ sources, built in two seconds by the machine's compiler and kept for later runs.
+"""The library of this folder's C++ sources, built in two seconds by the machine's compiler and cached.
 
-It lies in the user's cache folder, under a name that follows from the source, the compiler and the processor. A machine
-without a compiler has none, and runs PyTorch's operations instead.
+It is in the user's cache folder, under a name derived from source, compiler and processor. Machines without a compiler
+run PyTorch's operations instead.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SOURCES = tuple(
 )
 _HEADER = _FOLDER / "cpu_vectors.h"
 _COMPILERS = ("g++", "clang++", "c++")
-# None that lets a compiler leave IEEE arithmetic: it would be left in the whole process.
+# No option that relaxes IEEE arithmetic: it would apply to the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _BUILD_SECONDS = 120
 
 
 class RowLayout(ctypes.Structure):
-    """Where the rows of an elementwise operation lie: `num_groups` x `rows_per_group` of `size` numbers."""
+    """Memory layout of an elementwise operation's rows: `num_groups` x `rows_per_group` of `size` numbers."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -59,12 +59,12 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "packed_attention_backward": ([ctypes.c_void_p] * 9, ctypes.c_bool),
     "cached_attention": ([ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p], ctypes.c_bool),
 }
-"""What each takes and returns."""
+"""Arguments and result of each function."""
 
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """Return the library, or None where it can't be built, which is logged."""
+    """Return the library; None, with a log message, if it can't be built."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))), None)
     if compiler is None:
         logger.warning(
@@ -88,7 +88,7 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """Return the library, where it takes these tensors: in float32."""
+    """Return the library if it supports these tensors: in float32."""
     if any(tensor.dtype != torch.float32 for tensor in tensors):
         return None
     return cpu_library()
@@ -119,7 +119,7 @@ def _build(compiler: str, target: Path) -> None:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of all that the library depends on."""
+    """Return a digest of everything that the library depends on."""
     path = Path(compiler).resolve()
     sources = [source.read_text() for source in (*_SOURCES, _HEADER)]
     facts = (sources, _FLAGS, str(path), path.stat().st_mtime_ns, platform.machine(), _processor())
@@ -127,7 +127,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What the processor is and can do."""
+    """Return the processor's model and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -136,7 +136,7 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return the user's own folder for it, or None where there is none that nobody else can write to."""
+    """Return the user's own folder for it, or None if others can write to every candidate."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "spmdrl"
     try:

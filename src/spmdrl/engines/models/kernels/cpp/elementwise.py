@@ -1,7 +1,7 @@
-"""Norm, rotation, SwiGLU and the head's sums by the CPU's library in float32, each in one reading of its inputs.
+"""Norm, rotation, SwiGLU and the head's sums by the CPU's library in float32, each reading its inputs once.
 
-Without the library and in other dtypes PyTorch's operations run, which round differently in the
-last bits. A process computes all its passes by one of the two, so generation and training round alike.
+Without the library and in other dtypes PyTorch's operations run, which round differently in the last bits. A process
+uses one of the two for all passes, so generation and training have the same rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
-        # Held by a name until the call is over, as what has only its address is freed.
+        # Named until the call is over, since a tensor with only its address in use is freed.
         gradient = gradient.contiguous()
         by_x, by_weight = _new_like(x), torch.zeros_like(weight)
         inputs = (tensor.data_ptr() for tensor in (x, weight, gradient, scales))
@@ -76,7 +76,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def _rotated(library: ctypes.CDLL, sign: float, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads [T, H, K] by their tokens' angles, or back where the sign is -1."""
+    """Rotate heads [T, H, K] by their tokens' angles, or back if the sign is -1."""
     heads, cos, sin = _in_runs(heads), cos.contiguous(), sin.contiguous()
     out = _new_like(heads)
     library.rotate(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), sign, _layout(heads), out.data_ptr())
@@ -116,7 +116,7 @@ def _gated(library: ctypes.CDLL, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _in_runs(x: Tensor) -> Tensor:
-    """Return the same numbers, those of each row beside each other, in at most two dims of rows."""
+    """Return the values with contiguous rows, in at most two dims of rows."""
     return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.contiguous()
 
 
@@ -130,7 +130,7 @@ def _new_like(x: Tensor) -> Tensor:
 
 
 def _layout(x: Tensor) -> Any:
-    """Where the rows of a tensor lie, as the library takes it."""
+    """Return the memory layout of a tensor's rows for the library."""
     *dims, size = x.shape
     if len(dims) == 2:
         return _row_layout(*dims, size, x.stride(0), x.stride(1), torch.get_num_threads())

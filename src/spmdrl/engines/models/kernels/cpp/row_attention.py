@@ -1,8 +1,7 @@
-"""Attention inside packed rows by the CPU's library in float32, without padding; a shared prefix is read where it lies.
+"""Attention inside packed rows by the CPU's library in float32, without padding or copies of shared prefixes.
 
-Of bfloat16 the library gets copies in float32, which takes a fraction of what PyTorch's attention takes there. Without
-the library and in other dtypes PyTorch's attention over padded blocks runs, which takes longer and
-rounds differently in the last bits.
+bfloat16 is converted to float32 first, at a fraction of the time of PyTorch's attention. Without the library and in
+other dtypes PyTorch's attention over padded blocks runs, which is slower and rounds differently in the last bits.
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U` head
 size of values.
@@ -42,14 +41,14 @@ def _widened(heads: Tensor) -> Tensor:
 
 
 def cached_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
-    """As `ops.paged_attention` in float32, with the bits that `packed_attention` gives the token of a whole row."""
+    """Compute `ops.paged_attention` in float32, with the bits of `packed_attention` for a whole row's token."""
     library = library_for(q_BHK, keys, values)
     assert library is not None, "compute_batch_invariantly demands the library"
-    assert keys.is_contiguous() and values.is_contiguous(), "pages lie in one piece"
+    assert keys.is_contiguous() and values.is_contiguous(), "pages are contiguous"
     (num_rows, num_heads, key_size), (_, num_kv_heads, block_size, value_size) = q_BHK.shape, values.shape
     q_BHK, tables_BC, lengths_B = _in_runs(q_BHK), tables_BC.contiguous(), lengths_B.contiguous()
     out_BHU = q_BHK.new_empty(num_rows, num_heads, value_size)
-    # As of the first head, whose places follow each other inside of a block.
+    # Strides of the first head, whose places are consecutive within a block.
     cached = (_Heads(x.data_ptr(), x.shape[-1], block_size * x.shape[-1]) for x in (keys, values))
     heads = (_Heads * 3)(_Heads(q_BHK.data_ptr(), q_BHK.stride(0), q_BHK.stride(1)), *cached)
     shape = _Shape(num_heads, num_kv_heads, key_size, value_size, 0, 1)
@@ -80,7 +79,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q_THK, k_TJK, v_TJU, out, stats = ctx.saved_tensors
-        # Held by a name until the call is over, as what has only its address is freed.
+        # Named until the call is over, since a tensor with only its address in use is freed.
         gradient = _in_runs(gradient)
         by_queries = torch.empty(q_THK.shape)
         by_keys, by_values = torch.zeros(k_TJK.shape), torch.zeros(v_TJU.shape)
@@ -106,12 +105,12 @@ def _no_memory(table: RowTable) -> MemoryError:
 
 
 def _in_runs(heads: Tensor) -> Tensor:
-    """Return the same numbers, those of each vector beside each other."""
+    """Return the values with contiguous vectors."""
     return heads if heads.stride(-1) == 1 else heads.contiguous()
 
 
 class _Heads(ctypes.Structure):
-    """Where the vectors of a tensor [T, heads, size] lie."""
+    """Memory layout of a tensor's vectors [T, heads, size]."""
 
     _fields_ = [("numbers", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
@@ -123,7 +122,7 @@ class _Shape(ctypes.Structure):
 
 
 def _call_of(table: RowTable, *inputs: Tensor) -> tuple[Any, ...]:
-    """What both calls begin with: queries, keys, values and perhaps a gradient, their sizes, and the rows."""
+    """Return the first arguments of both calls: queries, keys, values and perhaps a gradient, their sizes, and rows."""
     heads = (_Heads * len(inputs))(*(_Heads(x.data_ptr(), x.stride(0), x.stride(1)) for x in inputs))
     (_, num_heads, key_size), (_, num_kv_heads, value_size) = inputs[0].shape, inputs[2].shape
     threads = torch.get_num_threads()
