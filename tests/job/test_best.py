@@ -24,7 +24,8 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.job.run.best_checkpoint import BestStep, best_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.outcome import model_card
 from spmdrl.job.run.resuming import RunRecord
-from spmdrl.job.start.start_checks import CheckedRun, Verb, check_run
+from spmdrl.job.start.checked_run import CheckedRun, Verb
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.resources.layout import UpdateLayout
 

@@ -11,8 +11,10 @@ import pytest
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
+from spmdrl.job.start.checked_rows import unread_columns
+from spmdrl.job.start.checked_run import states_of
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
-from spmdrl.job.start.start_checks import check_run, states_of, unread_columns
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import WorkerState as State
 from spmdrl.runtime.launch import LaunchEnvironment
 

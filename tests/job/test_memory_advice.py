@@ -14,7 +14,7 @@ from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.timeline import HeldMemory
 from spmdrl.resources.device import Device

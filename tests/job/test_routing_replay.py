@@ -22,7 +22,8 @@ from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.start.start_checks import check_run, states_of
+from spmdrl.job.start.checked_run import states_of
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.batch import Batch, TokenLoss, WorkerState
 from spmdrl.nouns.settings.model_sizes import MoeConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams

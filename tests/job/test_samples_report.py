@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.job.rollouts.samples_report import estimates_of
-from spmdrl.job.start.start_checks import states_of
+from spmdrl.job.start.checked_run import states_of
 
 
 def test_the_estimates_are_those_of_the_runs_sizes_and_states():

@@ -24,8 +24,8 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.updater import UpdateResult
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.run.savable import Savable
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import POLICY, REFERENCE
 from spmdrl.resources.device import to_device, to_host

@@ -14,7 +14,7 @@ from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.models.decoder import row_cost_of
 from spmdrl.job.model.role_models import RoleModels
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import POLICY, WorkerState
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.resources.mesh import GenerationMesh

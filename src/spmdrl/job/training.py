@@ -18,8 +18,8 @@ from spmdrl.job.rollouts.samples_report import SamplesReport, build_report
 from spmdrl.job.run.run import Run
 from spmdrl.job.sample_flow import SampleFlow
 from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared, prepare_together
-from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.job.worker_states import StepAlgorithm, judging_state, learning_states, scoring_states
 from spmdrl.nouns.roles import WorkerState
 

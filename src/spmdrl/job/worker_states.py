@@ -23,8 +23,8 @@ from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.samples_report import SamplesReport
 from spmdrl.job.run.run import Run
+from spmdrl.job.start.checked_run import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, WorkerState
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh

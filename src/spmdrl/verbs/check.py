@@ -13,11 +13,13 @@ from spmdrl.dataflow.data.learnt_rows import LearntRows
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.settings_of_run import with_settings_of_run
+from spmdrl.job.start.checked_rows import unread_columns
+from spmdrl.job.start.checked_run import ON_PAIRS, CheckedRun, Verb
 from spmdrl.job.start.estimates import estimate_lines, needed_bytes
 from spmdrl.job.start.machine_check import CheckLine, machine_lines
 from spmdrl.job.start.prepared import Prepared, prepare_without_weights
 from spmdrl.job.start.reward_lint import lint_rewards
-from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun, Verb, check_run, unread_columns
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.resources.device import find_device
 from spmdrl.resources.host_memory import free_host_bytes

@@ -15,9 +15,10 @@ from spmdrl.job.model.replica import load_replica
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World

@@ -29,9 +29,10 @@ from spmdrl.job.rollouts.kept_answers import KeptAnswers
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary

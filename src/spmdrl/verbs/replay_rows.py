@@ -18,8 +18,9 @@ from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
 from spmdrl.job.run.run import Run
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.job.training import build
 from spmdrl.observability.jsonl import to_json
 from spmdrl.observability.report.replay_section import ReplayedRow, replay_section

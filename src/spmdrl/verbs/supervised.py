@@ -23,9 +23,10 @@ from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
+from spmdrl.job.start.checked_run import CheckedRun, Verb
 from spmdrl.job.start.prepared import Prepared, prepare_together
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, Verb, check_run
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.terminal.console import Console

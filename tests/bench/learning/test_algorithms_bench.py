@@ -14,7 +14,8 @@ from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.config import load_config
 from spmdrl.engines.models.make_model import make_model_folder
-from spmdrl.job.start.start_checks import Verb, check_run
+from spmdrl.job.start.checked_run import Verb
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import write_summary

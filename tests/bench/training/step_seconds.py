@@ -28,8 +28,9 @@ from spmdrl.config.sources import split_arguments
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_folder import hold_folder_of_training
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun, check_run
+from spmdrl.job.start.start_checks import check_run
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.verbs.train import build, loop

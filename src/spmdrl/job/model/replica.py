@@ -14,8 +14,8 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
-from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.observability.terminal.console import Console

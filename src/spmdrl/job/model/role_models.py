@@ -30,7 +30,7 @@ from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.job.run.savable import Savable, SavedParts
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import CRITIC, POLICY, Role
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig

@@ -22,8 +22,8 @@ from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.run.run import Run
+from spmdrl.job.start.checked_run import CheckedRun, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun, credit_settings_of
 from spmdrl.runtime.workers.strikes import Strikes
 
 
@@ -82,3 +82,49 @@ def build_rollout(checked: CheckedRun, run: Run, prepared: Prepared, replica: Re
         seed=config.seed, listeners=[reward], recorder=logs.recorder, turns=turns,
     )  # fmt: skip
     return Rollout(pool, generation, reward)
+
+
+def check_rollouts(checked: CheckedRun) -> None:
+    """Refuse sizes and options of a step that its rollouts and updates can't have together."""
+    config, algorithm = checked.config, checked.algorithm
+    rollout, train = config.rollout, config.train
+    if rollout.temperature == 0:
+        raise ValueError("rollout.temperature is 0, but training needs sampled responses; 1.0 is usual")
+    if train.updates_per_step > rollout.prompts_per_step:
+        raise ValueError(
+            f"train.updates_per_step is {train.updates_per_step}, but a step has rollout.prompts_per_step = "
+            f"{rollout.prompts_per_step} prompts, which can't be split so often; lower train.updates_per_step"
+        )
+    if rollout.num_generations < algorithm.min_responses:
+        raise ValueError(
+            f"rollout.num_generations is {rollout.num_generations}, but {config.algo.name} compares the responses to "
+            f"one prompt; set it to {algorithm.min_responses} or more (8 is usual)"
+        )
+    if algorithm.max_refills and rollout.partial_max_rounds > 1:
+        raise ValueError(
+            f"algo.max_refills is {algorithm.max_refills}, but rollout.partial_max_rounds is "
+            f"{rollout.partial_max_rounds}: a step that leaves responses to later ones lacks the rewards by which "
+            "prompts are replaced; set algo.max_refills to 0, or rollout.partial_max_rounds to 1"
+        )
+    if algorithm.max_refills and config.reward.model is not None:
+        raise ValueError(
+            f"algo.max_refills is {algorithm.max_refills}, but there is a reward.model, which scores "
+            "responses only once generation has ended, and prompts are replaced by rewards before that; set "
+            "algo.max_refills to 0"
+        )
+    if config.debug.rollouts_from and config.data.eval is not None:
+        raise ValueError(
+            "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "
+            "set data.eval to null"
+        )
+    key = next((key for key in ("rollouts_from", "rollouts_to") if getattr(config.debug, key)), None)
+    if key is not None and rollout.partial_max_rounds > 1:
+        raise ValueError(
+            f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, but debug.{key} is about steps whose "
+            f"responses are all of that step; set partial_max_rounds to 1 or leave out debug.{key}"
+        )
+    if key is not None and train.routing.replay == "rollout":
+        raise ValueError(
+            f"train.routing.replay is rollout, but the files of debug.{key} hold no experts; set train.routing.replay "
+            f"to none or leave out debug.{key}"
+        )

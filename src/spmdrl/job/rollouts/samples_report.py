@@ -20,7 +20,7 @@ from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.rollouts.row_records import RowRecords
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_logs import RunLogs
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.batch import Batch
 from spmdrl.nouns.roles import POLICY, WorkerState
 from spmdrl.observability.log import SampleRecord, SampleToken

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.engines.training.checkpoints.manifest import step_folder_name
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 
 LINK = "best"
@@ -64,3 +65,19 @@ def unknown_metric(name: str, metrics: Mapping[str, float]) -> str | None:
     near = difflib.get_close_matches(name, metrics, 3, 0.5)
     advice = f"did you mean {' or '.join(near)}?" if near else f"the metrics are {', '.join(sorted(metrics))}"
     return f"WARNING: checkpoint.best is {name}, but no step so far has that metric, so none is kept for it; {advice}"
+
+
+def check_best(checked: CheckedRun) -> None:
+    """Refuse to keep checkpoints by a metric of evaluations that aren't made between steps. Raises ValueError."""
+    config = checked.config
+    metric = config.checkpoint.best_metric
+    if metric is None or not metric.startswith(EVALUATIONS):
+        return
+    lacking = "data.eval is not set" if config.data.eval is None else "eval.interval is 0"
+    if config.data.eval is None or config.eval.interval == 0:
+        key = "keep_best" if config.checkpoint.best is None else "best"
+        raise ValueError(
+            f"checkpoint.{key} is {getattr(config.checkpoint, key)}, which keeps the best checkpoints by {metric}, but "
+            f"{lacking}, so that steps aren't evaluated; set data.eval and eval.interval, or checkpoint.best to a "
+            "metric of every step, such as reward"
+        )

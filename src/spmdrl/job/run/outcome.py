@@ -16,7 +16,7 @@ from spmdrl.job.model.model_source import MODEL, newest_model
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.resuming import RunRecord
 from spmdrl.job.run.run_folder import on_main
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
 from spmdrl.observability.log import METRICS_FILE, read_metrics

@@ -21,7 +21,7 @@ from spmdrl.job.model.model_source import MODEL
 from spmdrl.job.run.best_checkpoint import BestStep
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.job.run.savable import Savable
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings

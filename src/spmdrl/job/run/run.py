@@ -34,7 +34,7 @@ from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, Resuming, RunRecord, 
 from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_every_rank, on_main
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.health import too_many_skips

@@ -12,8 +12,9 @@ from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
+from spmdrl.job.start.checked_rows import unread_columns
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun, unread_columns
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.terminal.console import Console

@@ -18,8 +18,8 @@ from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text, count

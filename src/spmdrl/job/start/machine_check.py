@@ -19,9 +19,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from spmdrl.job.run.run_folder import existing_part
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared, check_room
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import CheckedRun
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.resources.collectives import gather_bytes, sum_over
 from spmdrl.resources.device import find_device

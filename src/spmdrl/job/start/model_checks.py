@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.config import Config
+from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
 from spmdrl.engines.models.make_model import decoder_config
@@ -16,8 +17,13 @@ from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routers import check_routing
+from spmdrl.job.start.checked_run import TRAINED, CheckedRun, Verb
+from spmdrl.nouns.roles import ROLES, Role
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.resources.layout import GenerationLayout, UpdateLayout
+from spmdrl.observability.log import check_backends
+from spmdrl.resources.device import find_device
+from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
+from spmdrl.runtime.launch import LaunchEnvironment
 
 # Their backward passes come in two halves, each of which would run every layer again.
 _SPLIT_BACKWARD = ("zero_bubble", "zbv")
@@ -35,6 +41,19 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
                 "the model changes but adapters; set it to 0, or leave out lora"
             )
     check_recomputing(config, layout)
+
+
+def check_role_fits(checked: CheckedRun, role: Role, decoder: DecoderConfig) -> None:
+    """Refuse a model beside the policy that its layout can't cut. Raises ValueError."""
+    layout, key = checked.layout_of(role), checked.layout_key(role)
+    try:
+        check_layout(decoder, layout, key)
+    except ValueError as error:
+        if role in checked.own_layouts:
+            raise
+        raise ValueError(f"for the {role.name}: {error}, or set {role.section}.layout") from None
+    if role.is_trained:
+        check_recomputing(checked.config, layout, key)
 
 
 def check_recomputing(config: Config, layout: UpdateLayout, key: str = "resources.update") -> None:
@@ -136,3 +155,57 @@ def decoder_at_hand(config: Config) -> DecoderConfig | None:
         return decoder_config(config.model.make)
     folder = Path(config.model.path or "").expanduser()
     return read_config(folder) if (folder / "config.json").is_file() else None
+
+
+def with_own_layouts(checked: CheckedRun) -> CheckedRun:
+    """Fit the layouts of models that aren't cut like the policy. Raises ValueError for those of models not there."""
+    fitted: dict[Role, UpdateLayout] = {}
+    beside, world_size = checked.config.beside, checked.layout.num_ranks
+    given = {role: section.layout for role in ROLES if (section := beside.get(role.name))}
+    for role, layout in given.items():
+        if layout is None:
+            continue
+        key = f"{role.section}.layout"
+        if role not in checked.roles:
+            raise ValueError(f"there is {key}, but this run has no {role.name} with weights of its own; leave it out")
+        if checked.verb == "preferences":
+            raise ValueError(
+                f"there is {key}, but preferences rates the rows of a step with policy and {role.name} together, which "
+                "needs one layout; leave it out"
+            )
+        if isinstance(layout, UpdateLayout):
+            fitted[role] = fit_update_layout(layout, world_size, key)
+        else:
+            check_generation_layout(layout, world_size, key)
+    return replace(checked, own_layouts=fitted)
+
+
+def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_here: bool) -> UpdateLayout:
+    """The update layout of a job, which its model fits; without `is_here`, devices and packages needn't be here."""
+    layout = fit_update_layout(config.resources.update, launch.world_size)
+    check_generation_layout(config.resources.generation, launch.world_size)
+    is_trained = verb in TRAINED
+    device = find_device(config.resources.device, launch.device_index) if is_here else None
+    if (decoder := decoder_at_hand(config)) is not None:
+        check_generation_fits(config, decoder)
+        if device is not None and config.rollout.engine != "vllm":
+            wants_graphs(config.rollout, decoder, config.resources.generation, device.torch_device)
+        if is_trained:
+            check_model_fits(config, decoder, layout)
+    if config.debug.batch_invariant:
+        check_batch_invariant(config, layout, find_device(config.resources.device, launch.device_index).kind)
+    if config.rollout.engine == "vllm":
+        check_vllm(config)
+        if is_here:
+            check_vllm_is_there()
+    if is_here and is_trained:
+        check_backends(config.log)
+    return layout
+
+
+def check_head_is_trained(checked: CheckedRun) -> None:
+    """Refuse adapters for a model whose new head is trained too."""
+    if checked.config.lora is not None:
+        raise ValueError(
+            "lora is set, but a reward model's head is trained too, which adapters would leave at 0; leave out lora"
+        )

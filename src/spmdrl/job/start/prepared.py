@@ -23,7 +23,6 @@ from spmdrl.engines.models.make_model import decoder_config, make_folder_without
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype
-from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.job.model.model_source import (
     CHECKPOINTS,
     INITIAL_MODEL,
@@ -34,14 +33,14 @@ from spmdrl.job.model.model_source import (
     sources_of,
 )
 from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_main
+from spmdrl.job.start.checked_run import ON_PAIRS, CheckedRun
 from spmdrl.job.start.model_checks import (
     check_generation_cuts,
     check_generation_fits,
     check_model_fits,
-    check_recomputing,
+    check_role_fits,
     check_vllm_computes,
 )
-from spmdrl.job.start.start_checks import ON_PAIRS, CheckedRun
 from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -122,15 +121,8 @@ def prepare(
         for role, other in sources.items():
             if role.engine == "generation":
                 check_generation_cuts(other.decoder, checked.judge_layout, f"{role.section}.layout")
-                continue
-            try:
-                check_layout(other.decoder, checked.layout_of(role), checked.layout_key(role))
-            except ValueError as error:
-                if role is POLICY or role in checked.own_layouts:
-                    raise
-                raise ValueError(f"for the {role.name}: {error}, or set {role.section}.layout") from None
-            if role.is_trained:
-                check_recomputing(config, checked.layout_of(role), checked.layout_key(role))
+            elif role is not POLICY:
+                check_role_fits(checked, role, other.decoder)
     for found in dict.fromkeys([folder, *(other.folder for other in sources.values())]):
         if found != folder or config.model.path is not None:
             try_first(found)

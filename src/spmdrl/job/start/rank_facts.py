@@ -17,7 +17,7 @@ from spmdrl.config.given import value_leaves
 from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.answers import RULES
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.watching import watching
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.summary import software_versions

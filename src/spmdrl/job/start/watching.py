@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.job.run.outcome import write_early_end
-from spmdrl.job.start.start_checks import CheckedRun
+from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.resources.world import World
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity

@@ -1,0 +1,110 @@
+"""The rows that a run trains on and evaluates, with the reward functions and the environment that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from spmdrl.config.config import Config
+from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows
+from spmdrl.dataflow.data.records import BadRows
+from spmdrl.dataflow.data.synthetic import SCHEME
+from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.reward.functions import needs_answer
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.job.start.checked_run import ON_PAIRS, TRAINED, CheckedRun
+
+_OF_TEMPLATES = {"tools", "chat_template_kwargs"}
+
+
+def with_rows(checked: CheckedRun) -> CheckedRun:
+    """Read the rows to train on and to evaluate, unless prompts take the latters' place. Raises ValueError."""
+    config, verb, eval_rows = checked.config, checked.verb, checked.eval_rows
+    # `generate` judges nothing, and `sft` only what it evaluates.
+    are_judged = verb in ("train", "eval") or (verb == "sft" and config.data.eval is not None)
+    answers = are_judged and needs_answer(config.reward.functions)
+    train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
+    eval_needs = RowNeeds(answer=answers)
+    if verb in ON_PAIRS:
+        margin_key = config.reward_model.margin_key if verb == "reward-model" else None
+        train_needs = eval_needs = RowNeeds(pair=True, margin_key=margin_key)
+    train_rows = _train_rows(config, train_needs) if verb in TRAINED else []
+    columns: Mapping[str, Sequence[str]] = {}
+    if not eval_rows and verb == "generate" and config.data.eval is None:
+        raise ValueError(
+            "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
+        )
+    if not eval_rows and (config.data.eval is not None or verb == "eval"):
+        if are_judged and not config.reward.functions:
+            raise ValueError(
+                f"data.eval is {config.data.eval}, but reward.functions is empty, and evaluations judge by functions "
+                "alone; name one, such as math, or set data.eval to null"
+            )
+        eval_rows = read_rows(config.data.eval, config.data, needs=eval_needs, key="data.eval")
+    if are_judged:
+        # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
+        with RewardPool(config.reward, 1) as pool:
+            judged = train_rows if verb == "train" else []
+            columns = pool.columns_taken()
+            check_columns(columns, [*judged, *eval_rows])
+    if config.environment.function is not None and (are_judged or verb == "generate"):
+        check_environment(config)
+    return replace(checked, train_rows=train_rows, eval_rows=eval_rows, columns_taken=columns)
+
+
+def _train_rows(config: Config, needs: RowNeeds) -> list[SourceRows]:
+    """The rows of `data.train`; where none of them is what the verb needs, the error names verbs that take them."""
+    try:
+        return read_rows(config.data.train, config.data, needs=needs)
+    except BadRows as bad:
+        others = {"preferences": RowNeeds(pair=True), "sft": RowNeeds(completion=True), "train": RowNeeds(answer=True)}
+        found: dict[str, SourceRows] = {}
+        for other in others if bad.has_all else ():
+            with suppress(ValueError):
+                found = found or {other: read_rows(config.data.train, config.data, needs=others[other])[0]}
+        advice = [f"\n`spmdrl check {other}` takes these rows: {part.summary}" for other, part in found.items()]
+        raise ValueError(f"{bad}{''.join(advice)}") from bad
+
+
+def unread_columns(checked: CheckedRun) -> list[str]:
+    """Columns of the data that neither prompt, answer nor reward functions read; none where it can't be decided."""
+    config = checked.config
+    taken = {name.removesuffix("=") for names in checked.columns_taken.values() for name in names}
+    if "**" in taken or config.environment.function is not None or config.teacher is not None:
+        return []
+    taken |= _OF_TEMPLATES | ({config.reward_model.margin_key or ""} if checked.verb == "reward-model" else set())
+    unread: dict[str, None] = {}
+    for part in (*checked.train_rows, *checked.eval_rows):
+        if (part.source.format or config.data.format) == "auto" and not part.source.path.startswith(SCHEME):
+            # As in "prompt in 'reward_model.ground_truth'".
+            keys = {name.split("'")[1] for name in part.found}
+            read = taken | keys | {key.partition(".")[0] for key in keys} | {"answer"}
+            read |= {"input"} if "instruction" in keys else set()
+            unread |= dict.fromkeys(name for row in part.rows for name in row.columns if name not in read)
+    return [*unread]
+
+
+def check_columns(taken: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:
+    """Refuse reward functions that need a column which no row of a source has. Raises ValueError."""
+    for source in sources:
+        # Every row has an `answer`, be it None.
+        there = {name for row in source.rows for name, value in row.columns.items() if value is not None}
+        for function, columns in taken.items():
+            lacking = [name for name in columns if name.isidentifier() and name not in there]
+            if lacking:
+                raise ValueError(
+                    f"reward.functions: {function} needs the columns {', '.join(lacking)}, which no row of "
+                    f"{source.source.path} has; its columns are {', '.join(sorted(there)) or 'none'}: rename one, or "
+                    "give the parameter a default"
+                )
+
+
+def check_environment(config: Config) -> None:
+    """Build the environment in a child and end it. Raises ValueError where it can't be built or no turn would end."""
+    if config.rollout.ignore_eos:
+        raise ValueError(
+            f"environment.function is {config.environment.function}, but rollout.ignore_eos lets no turn end; set it "
+            "to false"
+        )
+    EnvironmentPool(config.environment, 1).close()
