@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
 from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_failure import recording_failure
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.timeline import HeldMemory
@@ -31,8 +33,8 @@ class Where:
     """A run whose memory ran out in this stage."""
 
     def __init__(self, stage: str | None):
-        self.failed_stage = lambda: stage
-        self.held_memory = lambda: HeldMemory("generation", {"policy_weights": 3 << 20, "kv_cache": 5 << 20}, {}, {}, 0)
+        held = HeldMemory("generation", {"policy_weights": 3 << 20, "kv_cache": 5 << 20}, {}, {}, 0)
+        self.timeline = SimpleNamespace(failed_stage=stage, held=held)
         self.lower_limit = lambda: "; then with 64"
 
 
@@ -102,7 +104,7 @@ def test_a_run_without_memory_for_its_models_names_the_set_up(tmp_path):
     config = replace(CONFIG, run=replace(CONFIG.run, dir=str(tmp_path / "run")))
     checked = CheckedRun("train", config, "", UpdateLayout(), build_algorithm(config.algo), {}, [], [], "a model")
     run = Run(checked, World(read_launch_environment({}), Device("cpu")))
-    with pytest.raises(OutOfMemory, match="setting up the run needs more"), run.recording_failure():
+    with pytest.raises(OutOfMemory, match="setting up the run needs more"), recording_failure(run):
         fill_torch()
     assert not run.folder.exists()
 

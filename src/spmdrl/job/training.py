@@ -15,6 +15,7 @@ from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.rollout import build_rollout
 from spmdrl.job.rollouts.samples_report import SamplesReport, build_report
+from spmdrl.job.run.resuming import admit
 from spmdrl.job.run.run import Run
 from spmdrl.job.sample_flow import SampleFlow
 from spmdrl.job.start.banner import print_banner
@@ -44,7 +45,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
     config, world = checked.config, run.world
     prepared = prepare_together(checked, world, run.console)
-    run.admit(prepared.sources)
+    admitted = admit(checked, prepared.sources, world, run.console)
     print_banner(checked, prepared, world, run.console)
     tokenizer, prompts = prepared.tokenizer, prepared.prompts
     with run.console.doing("loading the weights"):
@@ -53,25 +54,25 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         replica = build_policys_replica(checked, prepared.source, world)
     flow = SampleFlow(checked, prompts, replica.mesh, world)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
-    run.resume(saved_state(config.checkpoint, models, flow.pending, algorithm, flow.history, flow.account))
+    run.resume(admitted, saved_state(config.checkpoint, models, flow.pending, algorithm, flow.history, flow.account))
     keep_skipped_batches(models, run)
     share_limit(models, run)
 
-    logs, rollout = run.logs, build_rollout(checked, run, prepared, replica, stack)
+    logs, rollout = run.logs, build_rollout(checked, run.logs, prepared, replica, stack)
     evaluator = build_evaluator(config, prepared, replica, rollout.pool, rollout.generation.turns)
     num_rows = max(flow.most_rows, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)
-    judging = judging_state(checked, prepared, run, switching.ledger)
+    judging = judging_state(checked, prepared, logs, switching.ledger)
     flow.open_dock(checked, models, judging.judge.mesh if judging else None, stack)
-    report = build_report(checked, run, models, flow.dock, tokenizer.decode, stack)
+    report = build_report(checked, logs, models, flow.dock, tokenizer.decode, stack)
     hooks: list[StageHook] = [report]
     scores = scoring_states(checked, models, switching, prepared)
     states: dict[WorkerState, Stage] = {
-        WorkerState.GENERATION: rollout.stage(checked, run, flow.pending, [*scores.values()], swaps=switching.swaps),
+        WorkerState.GENERATION: rollout.stage(checked, logs, flow.pending, [*scores.values()], swaps=switching.swaps),
         WorkerState.REWARD: rollout.reward,
         **scores,
         **({WorkerState.JUDGE: judging} if judging else {}),
-        **learning_states(checked, models, run, algorithm, report, hooks),
+        **learning_states(checked, models, logs.recorder, algorithm, report, hooks),
     }
     attempts = rollout.attempts(checked, flow.pending)
     stages = Stages(checked.slots, states, logs.timeline, switching.note_memory, hooks=hooks, attempts=attempts)
@@ -83,7 +84,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         stages=stages,
         held_out=HeldOut(AnswerJudge(evaluator, switching, run) if evaluator else None, run, config.eval),
         replica=replica,
-        kept_rollouts=KeptRollouts(run, flow.pending),
+        kept_rollouts=KeptRollouts(run.checkpoints, logs, admitted.identity, flow.pending),
         report=report,
         prepared=prepared,
     )

@@ -22,10 +22,11 @@ from spmdrl.job.model.replica import build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.samples_report import SamplesReport
-from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, WorkerState
+from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh
 
@@ -41,26 +42,26 @@ def scoring_states(
     )  # fmt: skip
 
 
-def judging_state(checked: CheckedRun, prepared: Prepared, run: Run, ledger: MemoryLedger) -> JudgeStage | None:
+def judging_state(checked: CheckedRun, prepared: Prepared, logs: RunLogs, ledger: MemoryLedger) -> JudgeStage | None:
     """The state in which a frozen model judges responses, or None where there is none. Collective."""
-    config, judge, source, world = checked.config, checked.config.reward.judge, prepared.sources.get(JUDGE), run.world
+    config, judge, source, world = checked.config, checked.config.reward.judge, prepared.sources.get(JUDGE), logs.world
     if judge is None or source is None:
         return None
     mesh = build_generation_mesh(checked.judge_layout, world.device, world.size, world.rank)
-    with run.console.doing("loading the judge"):
+    with logs.console.doing("loading the judge"):
         generator = build_frozen_generator(
             config, source, world, ledger, mesh=mesh, owner=JUDGE.weights, kv_cache_gib=judge.kv_cache_gib
         )
     frozen = Judge(judge, generator, mesh, Renderer(ModelTokenizer(source.folder)), source.decoder)
-    return JudgeStage(frozen, prepared.tokenizer.decode, run.logs.recorder)
+    return JudgeStage(frozen, prepared.tokenizer.decode, logs.recorder)
 
 
 def learning_states(
-    checked: CheckedRun, models: RoleModels, run: Run, algorithm: StepAlgorithm, report: SamplesReport,
+    checked: CheckedRun, models: RoleModels, recorder: Recorder, algorithm: StepAlgorithm, report: SamplesReport,
     hooks: Sequence[StageHook],
 ) -> dict[WorkerState, Stage]:  # fmt: skip
     """The states that credit responses with their rewards and train on them."""
-    config, critic, recorder = checked.config, checked.config.critic, run.logs.recorder
+    config, critic = checked.config, checked.config.critic
     settings = credit_settings_of(config)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,

@@ -20,7 +20,9 @@ from spmdrl.job.model.switching import build_switching
 from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
 from spmdrl.job.objectives import Objective, PairObjective, build_objective
 from spmdrl.job.run.outcome import WARM_START, finished_model
+from spmdrl.job.run.resuming import admit
 from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_failure import recording_failure
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.checked_run import CheckedRun, Verb
@@ -69,7 +71,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     else:
         with start_up():
             # Refuses a folder whose supervised run, which has ended, was another one.
-            Run(warm_start, world).admit({POLICY: prepare_model(inner, world)})
+            admit(warm_start, {POLICY: prepare_model(inner, world)}, world, console)
     if model is None:
         raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
     console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
@@ -79,15 +81,15 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
 def train_supervised(checked: CheckedRun, world: World) -> None:
     """Run the supervised steps of a run, going on where they stopped. Collective."""
     run = Run(checked, world)
-    with run.recording_failure(), ExitStack() as stack:
+    with recording_failure(run), ExitStack() as stack:
         with start_up():
             prepared = prepare_together(checked, world, run.console)
-            run.admit(prepared.sources)
+            admitted = admit(checked, prepared.sources, world, run.console)
             print_banner(checked, prepared, world, run.console)
             with run.console.doing("loading the weights"):
                 models = build_role_models(checked, prepared.sources, world)
             objective = build_objective(checked, prepared, models, is_main=world.is_main)
-            run.resume(saved_state(checked.config.checkpoint, models, *objective.saved))
+            run.resume(admitted, saved_state(checked.config.checkpoint, models, *objective.saved))
             keep_skipped_batches(models, run)
             share_limit(models, run)
             held_out = _build_held_out(checked, run, models, prepared, objective, stack)

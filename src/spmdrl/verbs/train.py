@@ -14,6 +14,7 @@ from spmdrl.dataflow.stages.schedule import Phase
 from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.job.run.outcome import WARM_START
 from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_failure import recording_failure
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.prepared import prepare_without_weights
 from spmdrl.job.start.rank_facts import open_job
@@ -40,7 +41,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
         checked = warm_started(checked, world)
         run = Run(checked, world, started=started)
-        with run.recording_failure(), ExitStack() as stack:
+        with recording_failure(run), ExitStack() as stack:
             with start_up():
                 training = build(checked, run, stack)
             try:

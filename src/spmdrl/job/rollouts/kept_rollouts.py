@@ -11,6 +11,7 @@ What is kept of rollouts, and why; a batch's columns are written in one way (`sa
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.dataflow.samples.pending import PendingGroups
@@ -18,8 +19,9 @@ from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.file_writes import written_at_once
 from spmdrl.engines.training.checkpoints.manifest import damage, step_of_folder
-from spmdrl.job.run.run import Run
+from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.run_folder import on_every_rank, on_main
+from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.observability.metrics import Stat, table_of, totals_of
 from spmdrl.resources.collectives import gather_bytes
@@ -38,13 +40,12 @@ class KeptRollouts:
     Of the groups that the step deferred, they are the pending responses.
     """
 
-    def __init__(self, run: Run, pending: PendingGroups):
-        """`run` has resumed."""
-        self._checkpoints, self._logs, self._pending = run.checkpoints, run.logs, pending
-        self._identity, self._start_step = run.identity, run.start_step
-        self._is_on = run.checkpoints.store.config.keep_rollouts
+    def __init__(self, checkpoints: Checkpoints, logs: RunLogs, identity: Mapping[str, object], pending: PendingGroups):
+        """`identity` is what must not change between the parts of a run."""
+        self._checkpoints, self._logs, self._identity, self._pending = checkpoints, logs, identity, pending
+        self._is_on = checkpoints.store.config.keep_rollouts
         self._store = CheckpointStore(
-            run.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=run.world.is_main,
+            logs.folder / ROLLOUTS, CheckpointConfig(keep_last=1), is_main=logs.world.is_main,
             required=(IDENTITY, METRICS),
         )  # fmt: skip
         self._recorded: dict[str, Stat] = {}
@@ -57,7 +58,7 @@ class KeptRollouts:
         Damaged ones are generated anew. Raises ConfigError where their digests are right but their content isn't: by
         then the batch holds a part of it.
         """
-        if not self._is_on or samples.step != self._start_step + 1:
+        if not self._is_on or samples.step != self._logs.start_step + 1:
             return False
         folder = self._store.folder_of(samples.step)
         problem = on_main(self._logs.world, lambda: self._problem_with(folder))

@@ -21,7 +21,7 @@ from spmdrl.dataflow.stages.stages import Attempts, Stage
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
-from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.runtime.workers.strikes import Strikes
@@ -36,7 +36,7 @@ class Rollout:
     reward: RewardStage
 
     def stage(
-        self, checked: CheckedRun, run: Run, pending: PendingGroups, scores: Sequence[ScoreStage], *, swaps: bool
+        self, checked: CheckedRun, logs: RunLogs, pending: PendingGroups, scores: Sequence[ScoreStage], *, swaps: bool
     ) -> Stage:
         """The generation state; with an environment, rows that have ended are scored in portions. Collective.
 
@@ -45,12 +45,12 @@ class Rollout:
         config, generation = checked.config, self.generation
         if generation.turns is not None and scores and not pending.rules.num_refills:
             portions = build_portions(
-                config.dock.portions, scores, generation.mesh, run.logs.timeline, run.console.note,
-                fuse=config.dock.fuse, swaps=swaps, timeout_seconds=run.world.timeout_seconds,
+                config.dock.portions, scores, generation.mesh, logs.timeline, logs.console.note,
+                fuse=config.dock.fuse, swaps=swaps, timeout_seconds=logs.world.timeout_seconds,
             )  # fmt: skip
             generation = replace(generation, portions=portions)
         if pending.is_used:
-            lockstep = Lockstep(generation.mesh.expert, run.world.device.torch_device)
+            lockstep = Lockstep(generation.mesh.expert, logs.world.device.torch_device)
             return PartialGenerationStage(**vars(generation), pending=pending, lockstep=lockstep)
         if config.debug.rollouts_from or config.debug.rollouts_to:
             names = (config.debug.rollouts_from, config.debug.rollouts_to)
@@ -66,16 +66,18 @@ class Rollout:
         return Refill(pending, checked.algorithm, settings, own.mesh, own.recorder).attempts
 
 
-def build_rollout(checked: CheckedRun, run: Run, prepared: Prepared, replica: Replica, stack: ExitStack) -> Rollout:
+def build_rollout(
+    checked: CheckedRun, logs: RunLogs, prepared: Prepared, replica: Replica, stack: ExitStack
+) -> Rollout:
     """Start the processes of rewards and environments, which are closed with the stack. Collective."""
-    config, world, logs, tokenizer, strikes = checked.config, run.world, run.logs, prepared.tokenizer, Strikes()
-    with run.console.doing("starting the rewards"):
+    config, world, tokenizer, strikes = checked.config, logs.world, prepared.tokenizer, Strikes()
+    with logs.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
     turns = build_turns(
         config.environment, replica.mesh, tokenizer, world.device.torch_device, stack,
         vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,
     )  # fmt: skip
-    quarantine = Quarantine(strikes, run.folder, is_main=world.is_main, start_step=run.start_step)
+    quarantine = Quarantine(strikes, logs.folder, is_main=world.is_main, start_step=logs.start_step)
     reward = RewardStage(pool, config.reward, tokenizer.decode, logs.recorder, logs.timeline, quarantine)
     generation = GenerationStage(
         engine=replica.engine, mesh=replica.mesh, sampling=config.rollout.sampling(tokenizer.stop_token_ids),

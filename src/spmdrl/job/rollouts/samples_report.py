@@ -18,7 +18,6 @@ from spmdrl.dataflow.stages.stages import StageHook
 from spmdrl.dataflow.stages.update_report import ShownRows
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.rollouts.row_records import RowRecords
-from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.batch import Batch
@@ -124,14 +123,14 @@ class SamplesReport(StageHook):
 
 
 def build_report(
-    checked: CheckedRun, run: Run, models: RoleModels, dock: TransferDock, decode: DecodeTokens, stack: ExitStack
+    checked: CheckedRun, logs: RunLogs, models: RoleModels, dock: TransferDock, decode: DecodeTokens, stack: ExitStack
 ) -> SamplesReport:
-    """The report of a run that goes on after `run.start_step`; its records are closed with the stack."""
-    config, logs, mesh = checked.config, run.logs, models[POLICY].trainer.mesh
-    records = stack.enter_context(RowRecords(run.folder, run.world, mesh, last_step=run.start_step))
+    """The report of a run that goes on after `logs.start_step`; its records are closed with the stack."""
+    config, mesh = checked.config, models[POLICY].trainer.mesh
+    records = stack.enter_context(RowRecords(logs.folder, logs.world, mesh, last_step=logs.start_step))
     shown = ShownRows(config.log.samples_per_step, records)
     logs.add_to_summary(
-        "the sample flow's estimates", sample_flow=estimates_of(config, checked.needs, run.world.num_nodes)
+        "the sample flow's estimates", sample_flow=estimates_of(config, checked.needs, logs.world.num_nodes)
     )
     return SamplesReport(logs, dock, shown, records, decode, rewards=config.reward.names)
 

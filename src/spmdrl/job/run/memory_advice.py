@@ -11,7 +11,7 @@ from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.observability.terminal.units import bytes_text
-from spmdrl.observability.timeline import HeldMemory
+from spmdrl.observability.timeline import HeldMemory, Timeline
 from spmdrl.resources.memory import is_out_of_memory
 
 _TRAINING = tuple(state.value for state in WorkerState if state.uses_training_engine)
@@ -25,11 +25,9 @@ class OutOfMemory(RuntimeError):
 class Whereabouts(Protocol):
     """What a run knows of the moment at which memory ran out."""
 
-    def failed_stage(self) -> str | None:
-        """The stage that failed; None before the first one."""
-
-    def held_memory(self) -> HeldMemory | None:
-        """What was held at the last boundary between stages."""
+    @property
+    def timeline(self) -> Timeline | None:
+        """Names the stage that failed and the memory held before it; None before the run has begun."""
 
     def lower_limit(self) -> str:
         """Have the next attempt begin with fewer tokens per micro-batch, if that may help; returns what it will do."""
@@ -45,7 +43,8 @@ def explained_memory(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        stage = where.failed_stage() if where else WorkerState.GENERATION.value
+        timeline = where.timeline if where else None
+        stage = timeline.failed_stage if timeline else None if where else WorkerState.GENERATION.value
         what = f"stage {stage}" if stage else "setting up the run"
         words = (str(error) or "no more memory").splitlines()[0]
         if judge is not None and stage == WorkerState.JUDGE.value:
@@ -53,7 +52,7 @@ def explained_memory(
         else:
             advice = _advice(rollout, train, stage)
         next_time = where.lower_limit() if where and stage in _TRAINING else ""
-        held = _ledger_text(where.held_memory() if where else None)
+        held = _ledger_text(timeline.held if timeline else None)
         raise OutOfMemory(f"{what} needs more memory than there is: {advice}{next_time} ({words}){held}") from error
 
 

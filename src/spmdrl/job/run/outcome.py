@@ -14,13 +14,14 @@ from spmdrl.config.config import RunConfig
 from spmdrl.engines.models.hf.model_folder import is_hub_name
 from spmdrl.job.model.model_source import MODEL, newest_model
 from spmdrl.job.run.checkpoints import Checkpoints
-from spmdrl.job.run.resuming import RunRecord
+from spmdrl.job.run.resuming import Resuming, RunRecord, keep_config
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
 from spmdrl.observability.log import METRICS_FILE, read_metrics
 from spmdrl.observability.outage import best_effort
+from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import (
@@ -53,11 +54,20 @@ def note_abandoned(folder: Path, console: Console) -> None:
     console.note(f"the job before ended without a word {place}")
 
 
-def write_start(folder: Path, world: World, num_parameters: int, *, prompts_are_messages: bool) -> None:
-    """Write what the run was started by and on, and that it is running."""
+def write_start(checked: CheckedRun, world: World, console: Console, admitted: Resuming) -> None:
+    """Write the run's configuration, what it was started by and on, and that it is running."""
+    folder, point = checked.config.run.folder, admitted.point
+    note_abandoned(folder, console)
+    is_finished = point is not None and (point.record.is_finished or point.record.step >= checked.num_steps)
+    if is_finished:
+        console.note(
+            f"{folder} holds a finished run, and nothing is trained; go on with a higher {checked.section}.max_steps, "
+            f"or begin anew with resume=never or another {checked.config.run.folder_key}"
+        )
+    keep_config(checked.resolved_config, folder, point, console, is_finished=is_finished)
     devices = f"{world.size} x {world.device.kind}"
-    facts = {"versions": software_versions(), "devices": devices, MESSAGES: prompts_are_messages} | provenance()
-    write_summary(folder, verdict="running", parameters=num_parameters, **facts)
+    facts = {"versions": software_versions(), "devices": devices, MESSAGES: checked.prompts_are_messages} | provenance()
+    write_summary(folder, verdict="running", parameters=admitted.num_parameters, **facts)
     keep_room(folder)
 
 
@@ -118,6 +128,11 @@ def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> Tracked
         name = f"{folder.parent.name} {WARM_START}"
     settings = yaml.safe_load(resolved_config)
     return TrackedRun(name, log.project, settings if isinstance(settings, dict) else {})
+
+
+def texts_of_checkpoint(checked: CheckedRun, step: int) -> dict[str, str]:
+    """The text files of the checkpoint after a step."""
+    return {RESOLVED_CONFIG: checked.resolved_config, f"{MODEL}/{CARD}": model_card(checked, step)}
 
 
 def model_card(checked: CheckedRun, step: int) -> str:

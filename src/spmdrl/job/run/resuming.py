@@ -15,11 +15,12 @@ from pydantic import BeforeValidator, Strict, StrictFloat, StrictInt, TypeAdapte
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.models.hf.fingerprint import fingerprint
-from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
+from spmdrl.engines.models.hf.model_folder import compute_dtype
+from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, model_dtype
 from spmdrl.engines.training.checkpoints.manifest import damage, read_manifest
-from spmdrl.job.model.model_source import MODEL
+from spmdrl.job.model.model_source import CHECKPOINTS, MODEL, ModelSource
 from spmdrl.job.run.best_checkpoint import BestStep
-from spmdrl.job.run.run_folder import on_main
+from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_main
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
@@ -28,6 +29,7 @@ from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_set
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.fence import arm_fence, take_folder
 
 RUN_FILE = "run.json"
 Number = StrictInt | StrictFloat
@@ -83,25 +85,32 @@ class Resuming:
     """The checkpoint that a run resumes from: chosen before models are loaded, and read once they are."""
 
     def __init__(
-        self, store: CheckpointStore, config: Config, world: World, *, identity: Mapping[str, Any], console: Console
-    ):
+        self, store: CheckpointStore, config: Config, world: World, *, identity: Mapping[str, Any], console: Console,
+        num_parameters: int = 0,
+    ):  # fmt: skip
         """Choose the checkpoint that `resume` allows. Collective.
 
         Raises ConfigError on every rank where the checkpoints there can't be used, or belong to another run.
         """
-        self._store = store
+        self.store = store
         self._config = config
         self._world = world
-        self._identity = identity
+        self.identity = identity
+        """what must not change between the parts of a run"""
+        self.num_parameters = num_parameters
+        """of the policy, for the record"""
         self._console = console
         self._passed_over: dict[Path, str] = {}
         """folders that turned out to be damaged, and how"""
         self._steps = on_main(world, store.steps)
         self.point = self._chosen()
 
-    def choose_newer(self) -> None:
-        """Choose again where checkpoints have come or gone since. Collective."""
-        if on_main(self._world, self._store.steps) != self._steps:
+    def take_folder(self) -> None:
+        """Keep earlier jobs from writing, and choose again where their checkpoints have come since. Collective."""
+        folder = self._config.run.folder
+        # An earlier job that lost its lock, and goes on elsewhere, writes nothing from here on.
+        arm_fence(folder, on_main(self._world, lambda: take_folder(folder).decode()).encode())
+        if on_main(self._world, self.store.steps) != self._steps:
             self.point = self._chosen()
 
     def read(self, state: Savable) -> ResumePoint | None:
@@ -122,7 +131,7 @@ class Resuming:
             record = read_record(folder)
             notes += self._check_record(record, folder)
             # One that a later step replaced is gone, where the run goes on from before that step.
-            there = tuple(one for one in record.best if self._store.folder_of(one.step).is_dir())
+            there = tuple(one for one in record.best if self.store.folder_of(one.step).is_dir())
             return [str(folder), replace(record, best=there).to_json(), notes]
 
         folder, record, notes = on_main(self._world, choose)
@@ -131,7 +140,7 @@ class Resuming:
         return None if folder is None else ResumePoint(Path(folder), RunRecord.of_json(record))
 
     def _chosen_folder(self) -> tuple[Path | None, list[str]]:
-        store, wanted = self._store, self._config.resume
+        store, wanted = self.store, self._config.resume
         if wanted not in ("auto", "never"):
             step = self._config.resume_step
             folder = Path(wanted) if step is None else store.folder_of(step)
@@ -160,7 +169,7 @@ class Resuming:
         """As the store finds it; also a record that isn't the one of this folder's step."""
         if folder in self._passed_over:
             return self._passed_over[folder]
-        problem = damage(folder, self._store.required)
+        problem = damage(folder, self.store.required)
         if problem is not None:
             return problem
         try:
@@ -171,7 +180,7 @@ class Resuming:
 
     def _check_record(self, record: RunRecord, folder: Path) -> list[str]:
         """Raises ValueError for a checkpoint of another run, or without a trainer's state; returns notes."""
-        changed = differences(record.identity, self._identity)
+        changed = differences(record.identity, self.identity)
         if changed:
             raise ValueError(
                 f"{folder} belongs to another run: {'; '.join(changed)}; set {self._config.run.folder_key} to a new "
@@ -183,7 +192,7 @@ class Resuming:
                 "resume=never starts anew, resume=STEP takes an earlier checkpoint, and "
                 f"model.path={folder / MODEL} begins another run"
             )
-        unknown = [key for key in self._identity if key not in record.identity and key not in OPTIONAL]
+        unknown = [key for key in self.identity if key not in record.identity and key not in OPTIONAL]
         return [f"{folder} doesn't record {', '.join(unknown)}; taken to be the same as now"] if unknown else []
 
     def _problem_of_reading(self, state: Savable, folder: Path) -> str:
@@ -196,6 +205,30 @@ class Resuming:
             # The files may hold anything, and nothing but reading them is done here.
             problem = f"{type(failure).__name__}: {failure}"
         return next((part.decode() for part in gather_bytes(problem.encode()) if part), "")
+
+
+def admit(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World, console: Console) -> Resuming:
+    """Choose the checkpoint to go on from, before models are loaded and anything is written. Collective.
+
+    Raises ConfigError on every rank where the folder holds another run, no checkpoint that can be used, or too little
+    space.
+    """
+    config = checked.config
+    store = CheckpointStore(
+        config.run.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main,
+        required=(RUN_FILE, f"{MODEL}/config.json"),
+    )  # fmt: skip
+    identity = on_main(world, lambda: identity_of(checked, {role: source.folder for role, source in sources.items()}))
+    size = num_parameters(sources[POLICY].decoder)
+    resuming = Resuming(store, config, world, identity=identity, console=console, num_parameters=size)
+    store.remove_leftovers()
+    record = resuming.point.record if resuming.point else RunRecord(0, identity)
+    steps_left = 0 if record.is_finished else checked.num_steps - record.step
+    if steps_left > 0:
+        decoders = [source.decoder for role, source in sources.items() if role.checkpoint is not None]
+        dtype = model_dtype(config.checkpoint, compute_dtype(config.model, world.device.kind))
+        on_main(world, lambda: check_disk_space(config.run, store, decoders, dtype, num_steps=steps_left))
+    return resuming
 
 
 def read_record(folder: Path) -> RunRecord:

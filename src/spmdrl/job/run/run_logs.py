@@ -38,6 +38,8 @@ class RunLogs:
         self.folder = folder
         self.world = world
         self.console = console
+        self.start_step = max(0, last_step)
+        """the last step that was done before this job"""
         self.recorder = Recorder()
         self.stop_reason: str | None = None
         """what asked a rank to stop before the newest step was written; the same on every rank"""
