@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,17 @@ import torch
 
 from spmdrl.config.config import EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, write_records
-from spmdrl.job.model.switching import Switching
-from spmdrl.job.objectives import PairObjective
+from spmdrl.dataflow.stages.rollout.turns import build_turns
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, build_evaluator, write_records
+from spmdrl.job.model.replica import build_policys_replica
+from spmdrl.job.model.role_models import RoleModels
+from spmdrl.job.model.switching import Switching, build_switching
+from spmdrl.job.objectives import Objective, PairObjective
 from spmdrl.job.run.run import Run
+from spmdrl.job.run.run_logs import RunLogs
+from spmdrl.job.start.checked_run import CheckedRun
+from spmdrl.job.start.prepared import Prepared
 from spmdrl.observability.outage import best_effort
 from spmdrl.observability.statistics import Estimate, interval_of, wilson
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
@@ -134,14 +142,14 @@ class AnswerJudge:
 class PairJudge:
     """Finds which share of the held-out pairs the model orders as preferred. Collective."""
 
-    def __init__(self, pairs: Sequence[Prompt], objective: PairObjective, run: Run):
+    def __init__(self, pairs: Sequence[Prompt], objective: PairObjective, logs: RunLogs):
         self._pairs = pairs
         self._objective = objective
-        self._run = run
+        self._logs = logs
 
     def __call__(self, step: int) -> Finding:
         data, num_pairs = self._objective.trainer.mesh.data, len(self._pairs)
-        with self._run.logs.timeline.stage("evaluation", step):
+        with self._logs.timeline.stage("evaluation", step):
             # Evenly many on all ranks that have rows of their own, up to one.
             found = self._objective.judge(self._objective.rows(self._pairs[data.rank :: data.size]))
             is_right, losses = to_host([found.metrics["preference/accuracy"], found.losses])
@@ -152,5 +160,31 @@ class PairJudge:
             f"{accuracy.value:.3f} of {num_pairs} pairs in order (95% {accuracy.low:.3f} to {accuracy.high:.3f}), "
             f"loss {loss:.4g}"
         )
-        self._run.logs.recorder.mean("eval/loss", loss)
+        self._logs.recorder.mean("eval/loss", loss)
         return Finding(text, {"accuracy": accuracy}, {"eval_prompts": num_pairs}, {"accuracy_rule": PAIR_RULE})
+
+
+def build_held_out(
+    checked: CheckedRun, run: Run, models: RoleModels, prepared: Prepared, objective: Objective, stack: ExitStack
+) -> HeldOut:
+    """Evaluations of a model that answers nothing else; what must be closed goes on the stack. Collective."""
+    config = checked.config
+    if prepared.held_out is None:
+        return HeldOut(None, run, config.eval)
+    if isinstance(objective, PairObjective):
+        pairs = list(prepared.held_out.all())[: config.eval.max_rows]
+        return HeldOut(PairJudge(pairs, objective, run.logs), run, config.eval)
+    replica = build_policys_replica(checked, prepared.source, run.world)
+    pool = stack.enter_context(RewardPool(config.reward))
+    turns = build_turns(
+        config.environment, replica.mesh, prepared.tokenizer, run.world.device.torch_device, stack,
+        vocab_size=prepared.source.decoder.vocab_size,
+    )  # fmt: skip
+    evaluator = build_evaluator(config, prepared, replica, pool, turns)
+    assert evaluator is not None, "there are held-out rows"
+    prompts = evaluator.prompts
+    switching = build_switching(
+        config, run.logs, models, replica, stack,
+        num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
+    )  # fmt: skip
+    return HeldOut(AnswerJudge(evaluator, switching, run), run, config.eval)

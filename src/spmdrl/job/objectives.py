@@ -28,6 +28,7 @@ from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.roles import POLICY, REFERENCE
+from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.device import to_device, to_host
 
 # Steps over which the probability of an answer is averaged before it can end the training.
@@ -232,3 +233,16 @@ def pair_rows(prompts: Sequence[Prompt], renderer: Renderer) -> TokenRows:
     # 1 at tokens of preferred responses, -1 at those of the others.
     signs_R = torch.tensor([1.0, -1.0] * len(prompts)).repeat_interleave(rows.response_offsets.diff())
     return replace(rows, response={_SIGN: signs_R}, unit_size=PAIR)
+
+
+def record_update(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
+    """Record what every rank holds alike."""
+    recorder.mean("loss", result.loss)
+    recorder.mean("grad_norm", result.grad_norm)
+    recorder.mean("lr", result.lr)
+    recorder.alike("update/count", 1)
+    recorder.alike("update/skipped", result.skipped)
+    metrics = dict(result.metrics)
+    recorder.total("perf/tokens", metrics.pop("tokens")[0] / num_ranks)
+    for name, (total, count) in metrics.items():
+        recorder.mean(name, total / max(count, 1.0))

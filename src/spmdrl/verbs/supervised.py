@@ -8,17 +8,11 @@ from dataclasses import replace
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
-from spmdrl.dataflow.stages.rollout.turns import build_turns
-from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.engines.training.updater import UpdateResult
-from spmdrl.job.evaluator import build_evaluator
-from spmdrl.job.held_out import AnswerJudge, HeldOut, PairJudge
+from spmdrl.job.held_out import build_held_out
 from spmdrl.job.model.model_source import prepare_model
-from spmdrl.job.model.replica import build_policys_replica
-from spmdrl.job.model.role_models import RoleModels, build_role_models, saved_state
-from spmdrl.job.model.switching import build_switching
+from spmdrl.job.model.role_models import build_role_models, saved_state
 from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
-from spmdrl.job.objectives import Objective, PairObjective, build_objective
+from spmdrl.job.objectives import build_objective, record_update
 from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.resuming import admit
 from spmdrl.job.run.run import Run
@@ -26,11 +20,10 @@ from spmdrl.job.run.run_failure import recording_failure
 from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.checked_run import CheckedRun, Verb
-from spmdrl.job.start.prepared import Prepared, prepare_together
+from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
-from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.stop_request import request
@@ -92,7 +85,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
             run.resume(admitted, saved_state(checked.config.checkpoint, models, *objective.saved))
             keep_skipped_batches(models, run)
             share_limit(models, run)
-            held_out = _build_held_out(checked, run, models, prepared, objective, stack)
+            held_out = build_held_out(checked, run, models, prepared, objective, stack)
         trainer, num_rows = objective.trainer, checked.rows_per_step
         held_out.before()
         for step in run.remaining_steps():
@@ -101,46 +94,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
                 result = trainer.update(*objective.batch(prompts, num_rows))
             if objective.is_reached(result):
                 run.end_early()
-            _record(run.logs.recorder, result, num_ranks=world.size)
+            record_update(run.logs.recorder, result, num_ranks=world.size)
             held_out.when_due(step)
             run.finish_step(step)
         run.finish(**held_out.summary())
-
-
-def _build_held_out(
-    checked: CheckedRun, run: Run, models: RoleModels, prepared: Prepared, objective: Objective, stack: ExitStack
-) -> HeldOut:
-    """Evaluations of a model that answers nothing else; what must be closed goes on the stack. Collective."""
-    config = checked.config
-    if prepared.held_out is None:
-        return HeldOut(None, run, config.eval)
-    if isinstance(objective, PairObjective):
-        pairs = list(prepared.held_out.all())[: config.eval.max_rows]
-        return HeldOut(PairJudge(pairs, objective, run), run, config.eval)
-    replica = build_policys_replica(checked, prepared.source, run.world)
-    pool = stack.enter_context(RewardPool(config.reward))
-    turns = build_turns(
-        config.environment, replica.mesh, prepared.tokenizer, run.world.device.torch_device, stack,
-        vocab_size=prepared.source.decoder.vocab_size,
-    )  # fmt: skip
-    evaluator = build_evaluator(config, prepared, replica, pool, turns)
-    assert evaluator is not None, "there are held-out rows"
-    prompts = evaluator.prompts
-    switching = build_switching(
-        config, run.logs, models, replica, stack,
-        num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
-    )  # fmt: skip
-    return HeldOut(AnswerJudge(evaluator, switching, run), run, config.eval)
-
-
-def _record(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
-    """Record what every rank holds alike."""
-    recorder.mean("loss", result.loss)
-    recorder.mean("grad_norm", result.grad_norm)
-    recorder.mean("lr", result.lr)
-    recorder.alike("update/count", 1)
-    recorder.alike("update/skipped", result.skipped)
-    metrics = dict(result.metrics)
-    recorder.total("perf/tokens", metrics.pop("tokens")[0] / num_ranks)
-    for name, (total, count) in metrics.items():
-        recorder.mean(name, total / max(count, 1.0))
