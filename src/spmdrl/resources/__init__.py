@@ -1,1 +1,1 @@
-"""Layer 1, what we run on: launch environment, devices, process groups, layouts, memory."""
+"""Layer 1, the machine: launch environment, devices, process groups, layouts, memory."""

@@ -1,7 +1,7 @@
-"""The few collectives that stages and engines need, by purpose; each does nothing in a group of one rank.
+"""The few collectives of stages and engines, by purpose; each does nothing in a group of one rank.
 
 All but the reductions take host tensors: they carry counts, lengths and metadata, not weights. A reduction of a
-device's tensor travels by the links between devices.
+device's tensor uses the links between devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spmdrl.runtime.supervision.stop_request import stop_reason
 Group = dist.ProcessGroup | None
 
 _PAUSE_SECONDS = 0.001
-# Ranks arrive long before the last one does: who waits has a deadline of its own.
+# Ranks arrive long before the last one does: waiting has a deadline of its own.
 _NO_TIMEOUT = timedelta(days=7)
 _WORD = 8
 _SHORT_ROUND_BYTES = 16384
-"""of all ranks' short payloads: about what a round takes no longer for than for a byte"""
+"""limit on all ranks' short payloads together, at which a round takes as long as for a byte"""
 
 
 def group_size(group: Group = None) -> int:
@@ -33,7 +33,7 @@ def group_size(group: Group = None) -> int:
 
 
 def wait_like_the_job(group: dist.ProcessGroup) -> None:
-    """Have a group wait as long as the job's own, for which PyTorch takes 10 (NCCL) or 30 minutes."""
+    """Set a group's timeout to that of the job's own; PyTorch's defaults are 10 (NCCL) or 30 minutes."""
     job = dist.group.WORLD
     assert job is not None, "groups are made after the job's own"
     for device in group._device_types:
@@ -86,7 +86,7 @@ def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> lis
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
     return [
-        # A copy begins where any dtype may.
+        # Copies begin at the alignment of any dtype.
         [part[slice(*ends)].clone().view(values.dtype) for values, ends in zip(columns, pairwise(each), strict=True)]
         for part, each in zip(gathered, bounds, strict=True)
     ]
@@ -95,7 +95,7 @@ def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> lis
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     """Return every rank's bytes, in rank order. Collective.
 
-    Short payloads travel beside their lengths, in one round instead of two.
+    Short payloads are sent with their lengths, in one round instead of two.
     """
     size = group_size(group)
     if size == 1:
@@ -111,9 +111,9 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
 
 
 def gather_and_agree(payload: bytes) -> tuple[list[bytes], str | None]:
-    """Return every rank's bytes, in rank order, and what asked any of them to stop. Collective over all ranks.
+    """Return every rank's bytes, in rank order, and any rank's reason to stop. Collective over all ranks.
 
-    All ranks get the same answer, so all stop here or none does.
+    All ranks get the same result, so either all stop here or none.
     """
     own = stop_reason() or ""
     parts = [part.partition(b"\n") for part in gather_bytes(own.encode() + b"\n" + payload)]
@@ -122,7 +122,7 @@ def gather_and_agree(payload: bytes) -> tuple[list[bytes], str | None]:
 
 
 def _gather_padded(payload: bytes, width: int, size: int, group: Group) -> list[bytes]:
-    """`width` bytes of each of `size` ranks, whose payloads are followed by zeros. Collective."""
+    """Gather `width` bytes of each of `size` ranks, whose payloads are padded with zeros. Collective."""
     padded = _as_tensor(payload.ljust(width, b"\0"))
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
@@ -134,15 +134,15 @@ def broadcast_ragged(
 ) -> Tensor:
     """Return the bytes (1-D uint8, on the host) of global rank `src`, on every rank of the group. Collective.
 
-    They travel through `device`, so by the links between accelerators where it is one.
+    They go through `device`, so by the links between accelerators if it is one.
     """
     if group_size(group) == 1:
-        assert values is not None, "the source rank must bring the bytes"
+        assert values is not None, "the source rank must pass the bytes"
         return values
     own = values if dist.get_rank() == src else None
     size = torch.tensor([-1 if own is None else own.numel()])
     dist.broadcast(size, src, group=group)
-    assert size >= 0, "the source rank must bring the bytes"
+    assert size >= 0, "the source rank must pass the bytes"
     content = torch.empty(int(size), dtype=torch.uint8, device=device) if own is None else own.to(device)
     if int(size):
         dist.broadcast(content, src, group=group)
@@ -162,19 +162,19 @@ def _as_tensor(payload: bytes) -> Tensor:
 def barrier(group: Group = None) -> None:
     """Wait for every rank of the group. Collective.
 
-    A reduction of one host number rather than `dist.barrier`, which on accelerators occupies the device.
+    Reduces one host number, since `dist.barrier` occupies the device on accelerators.
     """
     if group_size(group) > 1:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
 class Arrivals:
-    """Rounds at each of which ranks arrive without waiting for the others: absent -> arrived -> complete -> absent."""
+    """Rounds in which ranks arrive without waiting for the others: absent -> arrived -> complete -> absent."""
 
     def __init__(self, timeout_seconds: float):
-        """A group of its own carries them, beside all that ranks compute meanwhile. Collective over all ranks.
+        """Make a group of its own, beside the ranks' other collectives. Collective over all ranks.
 
-        `timeout_seconds` is how long `wait` may take.
+        `timeout_seconds` limits `wait`.
         """
         self._timeout_seconds = timeout_seconds
         self._group: Group = None
@@ -186,7 +186,7 @@ class Arrivals:
         self.has_arrived = False
 
     def arrive(self) -> None:
-        """Arrive at this round, once, and return at once."""
+        """Arrive at this round, once; doesn't wait."""
         if self.has_arrived:
             return
         self.has_arrived = True
@@ -195,11 +195,11 @@ class Arrivals:
 
     @property
     def are_complete(self) -> bool:
-        """Whether all ranks have arrived at this round, as far as this rank has learnt."""
+        """Return True if this rank knows that all ranks have arrived at this round."""
         return self.has_arrived and (self._work is None or self._work.is_completed())
 
     def next_round(self) -> None:
-        """Begin another round behind one that is complete on some rank; raises what a lost connection raises."""
+        """Begin another round after one that is complete on some rank; raises the error of a lost connection."""
         if self._work is not None:
             self._work.wait()
         self._work, self.has_arrived = None, False

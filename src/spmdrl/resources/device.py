@@ -1,4 +1,4 @@
-"""Devices behind a few verbs: cpu, cuda and npu are rows of a table, not branches."""
+"""Device operations: cpu, cuda and npu are rows of a table, not branches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 DeviceKind = Literal["cpu", "cuda", "npu"]
 
-# The collective library and the RPC back end that belong to each kind of device.
+# The collective library and the RPC back end of each kind of device.
 BACKENDS: dict[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
@@ -32,17 +32,17 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """The process group's back end; host tensors always travel by gloo."""
+        """Back end of the process group; host tensors always go by gloo."""
         return BACKENDS[self.kind]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What `model.dtype: auto` means here: bfloat16 where the hardware multiplies it fast."""
+        """Dtype for `model.dtype: auto`: bfloat16 if the hardware multiplies it fast."""
         return torch.float32 if self.is_cpu else torch.bfloat16
 
     @property
     def module(self) -> Any:
-        """The torch module of this kind of device (torch.cuda, torch.npu)."""
+        """Torch module of this kind of device (torch.cuda, torch.npu)."""
         return getattr(torch, self.kind)
 
     def select(self) -> None:
@@ -55,12 +55,12 @@ class Device:
             self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Give freed device memory back, so that another allocator in this process can take it."""
+        """Release cached device memory, so that another allocator in this process can take it."""
         if not self.is_cpu:
             self.module.empty_cache()
 
     def memory_bytes(self) -> tuple[int, int] | None:
-        """(used, total) bytes of the device, or None on the CPU, whose memory isn't ours alone."""
+        """Return (used, total) bytes of the device, or None on the CPU, whose memory isn't ours alone."""
         if self.is_cpu:
             return None
         free, total = self.module.mem_get_info()
@@ -71,17 +71,17 @@ class Device:
         return self.module.memory_allocated()
 
     def take_peak_bytes(self) -> int:
-        """Return the most device memory that PyTorch held since the last call; for accelerators only."""
+        """Return the peak of PyTorch's device memory since the last call; for accelerators only."""
         peak = self.module.max_memory_allocated()
         self.module.reset_peak_memory_stats()
         return peak
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on a device, copied without waiting for what the device still has to do; itself on the CPU.
+    """Return a host tensor on a device, copied without waiting for the device's earlier work; itself on the CPU.
 
     Only pinned memory is copied in the background: from any other, the host waits until the copy's turn has come. The
-    pinned copy needn't be kept, since its allocator doesn't hand out the memory again before the device has read it.
+    pinned copy needn't be kept, since its allocator doesn't reuse the memory before the device has read it.
     """
     if not _pins_for(device):
         return tensor.to(device)
@@ -89,9 +89,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the host, each itself where it is there already; otherwise the host waits once for all copies.
+    """Return the tensors on the host, copying only if needed; the host waits once for all copies.
 
-    What the current stream was given before is computed first.
+    Earlier work of the current stream is computed first.
     """
     copies = [_begin_copy(tensor) if _pins_for(tensor.device) else tensor.cpu() for tensor in tensors]
     for device in {tensor.device for tensor in tensors if _pins_for(tensor.device)}:
@@ -100,27 +100,27 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pins_for(device: torch.device) -> bool:
-    """Whether memory can be pinned for it: it is the process's own kind of device, and not the CPU or a fake."""
+    """Return True if memory can be pinned for it: it is the process's own kind of device, and not the CPU or a fake."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == device.type
 
 
 def _begin_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned memory, complete when the current stream has come to it."""
+    """Return a copy in pinned memory, complete when the current stream has reached it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def find_device(wanted: str, index: int) -> Device:
-    """Return the device for a rank, by its number among those of the node: `wanted` is auto, cpu, cuda or npu.
+    """Return a rank's device by its local rank: `wanted` is auto, cpu, cuda or npu.
 
-    Raises ValueError when the wanted kind isn't there or the node has fewer devices than ranks.
+    Raises ValueError if the wanted kind is missing or the node has fewer devices than ranks.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = found.type if found is not None and found.type in BACKENDS else "cpu"
     if wanted == "cpu" or (wanted == "auto" and kind == "cpu"):
         return Device("cpu")
     if wanted not in ("auto", kind):
-        # What this build of PyTorch is for, whether the node has it or not.
+        # The kind that this build of PyTorch is for, whether the node has it or not.
         built = torch.accelerator.current_accelerator()
         remedy = "install the PyTorch build for that device"
         if built is not None and built.type == wanted:

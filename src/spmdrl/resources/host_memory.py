@@ -1,4 +1,4 @@
-"""How much memory this host, and the control groups that this process runs in, can still give."""
+"""Free memory of this host, and of the control groups that this process runs in."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
-# Version 1 writes the largest page-aligned number where there is no limit, whatever the size of a page.
+# Version 1 writes the largest page-aligned number if there is no limit, whatever the size of a page.
 _NO_LIMIT = 1 << 62
 
 
 def free_host_bytes() -> int:
-    """Memory that can still be had here; where /proc is missing, all that the host has.
+    """Return the memory that can still be allocated here; without /proc, the host's total.
 
-    In a container or a job with a memory limit, what the limit leaves.
+    In a container or a job with a memory limit, the rest of the limit.
     """
     try:
         with open("/proc/meminfo", encoding="ascii") as meminfo:
@@ -26,7 +26,7 @@ def free_host_bytes() -> int:
 
 
 def free_cgroup_bytes(listed_in: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> Iterator[int]:
-    """What each limit on this process's control groups leaves, of version 1 and 2; nothing where none is set.
+    """Yield the rest of each limit on this process's control groups, of version 1 and 2; nothing without limits.
 
     Cached file pages that the kernel drops first don't count as used.
     """
@@ -44,7 +44,7 @@ def free_cgroup_bytes(listed_in: Path = Path("/proc/self/cgroup"), mount: Path =
 
 
 def is_memory_folder(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether a folder's files are kept in memory (tmpfs), so that writing to them frees none."""
+    """Return True if a folder's files are in memory (tmpfs), so that writing to them frees none."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
@@ -56,7 +56,7 @@ def is_memory_folder(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> 
 
 
 def _free_below(mount: Path, path: str, limit_name: str, used_name: str, cache_name: str) -> Iterator[int]:
-    """What each limit between the mount and this path leaves; in a container the path may not be there."""
+    """Yield the rest of each limit between the mount and this path, which containers may lack."""
     folder = mount / path.strip("/")
     for place in (folder, *folder.parents):
         if place != mount and mount not in place.parents:

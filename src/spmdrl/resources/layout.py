@@ -1,4 +1,4 @@
-"""Update and generation layouts: how many ranks each axis of parallelism takes."""
+"""Update and generation layouts: number of ranks per axis of parallelism."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ResourcesConfig:
 
 
 def fit_update_layout(layout: UpdateLayout, world_size: int, key: str = "resources.update") -> UpdateLayout:
-    """Fill in the degree that was left open, and check that the degrees take exactly all ranks.
+    """Fill in an open degree, and check that the degrees take exactly all ranks.
 
-    `key` is where the config has the layout. Raises ValueError with the numbers, the relation and a way out.
+    `key` is the layout's place in the config. Raises ValueError with the numbers, the relation and a way out.
     """
     _check_degrees(key, layout, may_be_open=("data", "shard"))
     open_degrees = [name for name in ("data", "shard") if getattr(layout, name) == 0]
@@ -65,7 +65,7 @@ def fit_update_layout(layout: UpdateLayout, world_size: int, key: str = "resourc
 
 
 def _filled(layout: UpdateLayout, degree: str, world_size: int, key: str) -> UpdateLayout:
-    """Return the layout whose open degree takes what the others leave of the ranks."""
+    """Return the layout with the open degree set to the remaining ranks."""
     others = _with_degree(layout, degree, 1).num_ranks
     if world_size % others == 0:
         return _with_degree(layout, degree, world_size // others)
@@ -99,7 +99,7 @@ def _check_expert(layout: UpdateLayout, key: str) -> None:
 
 
 def check_generation_layout(layout: GenerationLayout, world_size: int, key: str = "resources.generation") -> None:
-    """Refuse generation degrees, which the config has under `key`, that don't fit each other or the job.
+    """Check that generation degrees, configured under `key`, fit each other and the job.
 
     Raises ValueError.
     """

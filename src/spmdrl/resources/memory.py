@@ -1,4 +1,4 @@
-"""Who holds how many bytes, on the device and on the host, and how freed memory reaches the system again."""
+"""Held bytes by owner, on the device and on the host, and the return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spmdrl.observability.timeline import HeldMemory
 Owner = str
 """One of `OWNERS`."""
 Place = Literal["device", "host"]
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Of Linux's mman.h, and the size on x86-64; where huge pages are larger, fewer are filled.
+# From Linux's mman.h, and the size on x86-64; with larger huge pages, fewer are filled.
 _MADV_HUGEPAGE, _HUGE_PAGE_BYTES = 14, 2 << 20
 _LARGE_BLOCK_BYTES = 8 << 20
 OWNERS: tuple[Owner, ...] = (
     *(owner for role in ROLES for owner in (role.weights, role.base, role.optimizer) if owner is not None),
-    # Of the model that is being updated: one at a time, and no longer than that.
+    # For the model that is being updated: one at a time, and no longer than that.
     "gradients",
     "generation_weights",
     "kv_cache",
@@ -32,12 +32,12 @@ OWNERS: tuple[Owner, ...] = (
     "bucket",
 )
 PLACES: tuple[Place, ...] = get_args(Place)
-# What allocators write, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
+# Messages of allocators, beside torch's own type: the CPU's, CUDA's and NPU's runtimes, cuBLAS, NumPy.
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "Unable to allocate")
 
 
 class MemoryLedger:
-    """Bytes by owner and place, kept by those who allocate and free; its peaks are of device bytes."""
+    """Bytes by owner and place, reported by allocating and freeing code; its peaks are of device bytes."""
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[Owner, Place], int] = {(owner, place): 0 for owner in OWNERS for place in PLACES}
@@ -60,7 +60,7 @@ class MemoryLedger:
         return self._bytes[owner, place]
 
     def snapshot(self, stage: str) -> HeldMemory:
-        """Freeze present bytes and peaks under the name of the stage that ends; peaks count anew from here on."""
+        """Freeze present bytes and peaks under the name of the ending stage; peaks restart from here."""
         device: dict[str, int] = {owner: self._bytes[owner, "device"] for owner in OWNERS}
         host: dict[str, int] = {owner: self._bytes[owner, "host"] for owner in OWNERS}
         peaks, peak = self._peaks, self._device_peak
@@ -69,7 +69,7 @@ class MemoryLedger:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised this, rather than one of our own buffers, whose error has a way out already."""
+    """Return True for an allocator's error, rather than one of our own buffers, whose error has a way out already."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -77,7 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; where /proc is missing, the largest it has been."""
+    """Return this process's resident memory; without /proc, its peak."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -86,7 +86,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most resident memory that this process has had."""
+    """Return the peak resident memory of this process."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             return int(status.read().partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
@@ -97,7 +97,7 @@ def peak_resident_bytes() -> int:
 
 
 def release_to_system() -> None:
-    """Give the allocator's free pages back to the operating system; garbage in reference cycles stays."""
+    """Return the allocator's free pages to the operating system; garbage in reference cycles stays."""
     trim = _from_glibc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -113,12 +113,12 @@ def return_large_blocks() -> None:
     if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.getenv("GLIBC_TUNABLES", ""):
         return
     mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-    # The first call ends glibc's own adjustments; this is where they end up, and saves many returns of small blocks.
+    # The first call ends glibc's own adjustments; this is their final value, and avoids many returns of small blocks.
     mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def ask_for_huge_pages(address: int, num_bytes: int) -> None:
-    """Have Linux back new memory by huge pages, if it gives those that are asked for and the memory is a large block.
+    """Back a large block of new memory by huge pages, if Linux grants them on request.
 
     Smaller blocks stay in the process when they are freed, and so would their pages.
     """
@@ -131,5 +131,5 @@ def ask_for_huge_pages(address: int, num_bytes: int) -> None:
 
 @functools.cache
 def _from_glibc(name: str) -> ctypes._NamedFuncPointer | None:
-    """Return a function that glibc alone has, or None with another C library."""
+    """Return a function that only glibc has, or None with another C library."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -1,6 +1,6 @@
-"""The meshes of the update and the generation layout: the axes over which engines communicate.
+"""Meshes of the update and the generation layout: the axes over which engines communicate.
 
-Of the update layout, ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that
+In the update layout, ranks are numbered with the tensor axis innermost, then context, shard, data and pipeline, so that
 the axes with most traffic stay inside a node.
 """
 
@@ -28,9 +28,9 @@ class Axis:
     rank: int
     """this rank's place on the axis"""
     group: dist.ProcessGroup | None
-    """the ranks along the axis; None where there is but one"""
+    """group of the ranks along the axis; None for a single one"""
     ranks: tuple[int, ...]
-    """their global ranks, by place"""
+    """global ranks, by place"""
 
     def sum(self, x: Tensor) -> Tensor:
         """Return a new tensor with the elementwise sum over the ranks; no gradient. Collective over the axis."""
@@ -56,42 +56,42 @@ class UpdateMesh:
     model: Axis
     """pipeline x context x tensor: the ranks that work on the same rows"""
     dense_shards: DeviceMesh
-    """what `fully_shard` takes for all weights but the experts': (shard x context), after (data) if there is one"""
+    """mesh for `fully_shard` of all weights but the experts': (shard x context), after (data) if there is one"""
     expert_shards: DeviceMesh
-    """what it takes for the experts' weights: what the expert axis leaves of data x shard x context"""
+    """mesh for `fully_shard` of the experts' weights: data x shard x context over the expert axis"""
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each group of ranks that work on the same rows."""
+        """First rank of each group of ranks that work on the same rows."""
         return tuple(place * self.context.size * self.tensor.size for place in range(self.data.size))
 
 
 @dataclass(frozen=True)
 class GenerationMesh:
-    """Axes of the generation layout. Each replica answers prompts of its own; its ranks do so in lockstep."""
+    """Axes of the generation layout. Each replica generates for prompts of its own; its ranks do so in lockstep."""
 
     layout: GenerationLayout
     rank: int
     replicas: tuple[tuple[int, ...], ...]
-    """the ranks of each replica, by their place on its tensor axis"""
+    """ranks of each replica, by their place on its tensor axis"""
     tensor: Axis
-    """the ranks that share each matrix: this rank's replica"""
+    """ranks that share each matrix: this rank's replica"""
     expert: Axis
-    """the replicas that share the experts, each by its rank at this rank's place on the tensor axis"""
+    """replicas that share the experts, each by its rank at this rank's place on the tensor axis"""
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to."""
+        """Number of this rank's replica."""
         return self.layout.place(self.rank)[0]
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of its replica, which reports for it."""
+        """True if this rank is the first of its replica, which reports for it."""
         return self.tensor.rank == 0
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each replica."""
+        """First rank of each replica."""
         return tuple(ranks[0] for ranks in self.replicas)
 
 
@@ -109,7 +109,7 @@ def build_generation_mesh(layout: GenerationLayout, device: Device, world_size: 
 
 
 def lone_generation_mesh(rank: int = 0) -> GenerationMesh:
-    """Return the mesh of a rank that generates with whole weights, beside whatever others do."""
+    """Return the mesh of a rank that generates with whole weights, independently of the others."""
     tensor, expert = Axis("tensor", 1, 0, None, (rank,)), Axis("expert", 1, 0, None, (rank,))
     return GenerationMesh(GenerationLayout(), rank, ((rank,),), tensor, expert)
 
@@ -156,7 +156,7 @@ def _mesh(device: Device, **sizes: int) -> DeviceMesh:
 
 
 def _waiting(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh, whose groups wait as long as the job's own."""
+    """Set the timeout of the mesh's groups to the job's own; returns the mesh."""
     for group in mesh.get_all_groups():
         wait_like_the_job(group)
     return mesh

@@ -26,11 +26,11 @@ from spmdrl.runtime.supervision.first_failure import find_first, peers_of, publi
 from spmdrl.runtime.supervision.stop_request import Stopped, request
 from spmdrl.runtime.supervision.watch import Watch, WatchConfig
 
-# How long rank 0 that can't start looks for the others, and how long those look for rank 0, which shows their reason.
+# Time for which a rank 0 that can't start looks for the others, and those for rank 0, which shows their reason.
 _REFUSAL_SECONDS = 5.0
 _START_SECONDS = 300.0
 _LINGER_SECONDS = 5.0
-# Where no rank has failed, others may be in the middle of whatever a start-up takes. Launchers kill after 30 s.
+# If no rank has failed, others may be anywhere in their start-up. Launchers kill after 30 s.
 _STOP_LINGER_SECONDS = 10.0
 _has_met = False
 
@@ -42,18 +42,18 @@ class World:
     launch: LaunchEnvironment
     device: Device
     store: dist.Store = field(default_factory=dist.HashStore)
-    """what ranks share beside the process group; it belongs to this attempt of the job"""
+    """store that ranks share beside the process group; it belongs to this attempt of the job"""
     timeout_seconds: float = 1800.0
-    """how long a rank waits for the others"""
+    """limit of a rank's waiting for the others"""
     gate: Gate | None = None
-    """by which this rank reaches others' services; None in a job of one rank, and on a trusted network"""
+    """gate to other ranks' services; None in a job of one rank, and on a trusted network"""
     address: str = LOOPBACK
-    """of this host, on the network that nodes share"""
+    """address of this host, on the network that nodes share"""
     beside: dist.Store | None = None
-    """another connection to the store, for threads that watch; None in a job of one rank. Communicators that are made
-    late block the main thread's until all ranks have come"""
+    """second connection to the store, for watching threads; None in a job of one rank. Creating communicators blocks
+    the main thread's until all ranks take part"""
     peers: dict[int, int] = field(default_factory=dict)
-    """processes by rank of the other ranks of this node, as far as this one can see them"""
+    """process ids by rank of the other ranks of this node, as far as visible"""
     _topics: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -78,11 +78,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run's files and the screen."""
+        """True if this rank writes the run's files and the screen."""
         return self.rank == 0
 
     def agree(self, facts: Callable[[], Facts]) -> None:
-        """Compare facts over all ranks. Collective; raises StartRefused on every rank where they differ.
+        """Compare facts over all ranks. Collective; raises StartRefused on every rank if they differ.
 
         `facts` isn't called in a job of one rank.
         """
@@ -91,7 +91,7 @@ class World:
             agree(self.store, self.launch, topic, facts(), timeout_seconds=self.timeout_seconds)
 
     def first_failure(self, failure: BaseException) -> FirstFailure:
-        """Return the failure that came first on any rank: this one, unless another rank's is known or found soon."""
+        """Return the first failure of any rank: this one, unless another rank's is known or found soon."""
         request.begin_leaving()
         if self.size == 1:
             return FirstFailure(self.rank, cause_of(failure))
@@ -105,10 +105,9 @@ def open_world(
 ) -> Iterator[World]:  # fmt: skip
     """Join the job's process group once all ranks are here and agree about `facts`, and leave it at the end.
 
-    Collective over all ranks. A job of one rank gets a group too, over an in-process store; what gloo listens on is
-    closed to new connections once the group is there. `timeout_seconds` is how long a collective may take. Raises
-    StartRefused on every rank, before any collective, when facts differ or a rank is missing after
-    `start_timeout_seconds`.
+    Collective over all ranks. A job of one rank gets a group too, over an in-process store; gloo's port is closed to
+    new connections once the group is there. `timeout_seconds` limits a collective. Raises StartRefused on every rank,
+    before any collective, if facts differ or a rank is missing after `start_timeout_seconds`.
     """
     global _has_met
     launch = read_launch_environment(os.environ)
@@ -127,7 +126,7 @@ def open_world(
         store = meeting.store
         meet(store, launch, facts, timeout_seconds=start_timeout_seconds)
         _has_met = True
-        # Made while rank 0 waits for all; later, it would wait for one that was lost.
+        # Made while rank 0 waits for all; later, it would wait for a lost one.
         beside = meeting.beside
         if beside is None and launch.world_size > 1:
             beside = store.clone()  # type: ignore[attr-defined]  # missing in PyTorch's stub
@@ -146,9 +145,9 @@ def open_world(
 
 
 def connect(world: World, timeout_seconds: float) -> None:
-    """Make the process group, and return once it is there on every rank.
+    """Make the process group, and return once it is ready on every rank.
 
-    gloo doesn't wait for that: a rank that left its group at once would break the connections that others still make.
+    gloo doesn't wait for that: a rank that left its group at once would break the connections of others.
     """
     dist.init_process_group(
         world.device.backend, store=world.store, rank=world.rank, world_size=world.size,
@@ -159,7 +158,7 @@ def connect(world: World, timeout_seconds: float) -> None:
 
 @contextlib.contextmanager
 def _spreading_stops(world: World) -> Iterator[None]:
-    """Within the block this rank learns of requests to stop also while it waits for another one outside of Python."""
+    """Receive requests to stop inside the block even while waiting for another rank outside of Python."""
     if not request.is_handled or world.size == 1:
         yield
         return
@@ -179,7 +178,7 @@ def _blaming_the_first(world: World) -> Iterator[None]:
         if isinstance(failure, Stopped) and failure.is_agreed:
             raise
         first = world.first_failure(failure)
-        # Of a refusal each rank knows whether its screen has it.
+        # For a refusal, each rank knows whether its screen has it.
         if first.rank != world.rank and not isinstance(failure, StartRefused):
             raise PeerFailed(first) from failure
         raise
@@ -189,7 +188,7 @@ def _blaming_the_first(world: World) -> Iterator[None]:
 def _closed_at_end(gate: Gate | None, rank: int) -> Iterator[None]:
     """Close the gate when the job ends.
 
-    Rank 0's comes last, within some seconds: in the store behind it, others find who failed or was stopped first.
+    Rank 0's comes last, within some seconds: others find the first failure or stop in the store behind it.
     """
     linger_seconds = _LINGER_SECONDS
     try:
@@ -204,18 +203,18 @@ def _closed_at_end(gate: Gate | None, rank: int) -> Iterator[None]:
 
 
 def refuse_all(launch: LaunchEnvironment, reason: str, network: Network | None = None) -> StartRefused:
-    """Have the other ranks end with the reason why this one can't start; return what this one raises.
+    """End the other ranks with the reason why this one can't start; returns this rank's exception.
 
-    Rank 0 has shown the reason before; another rank shows it where rank 0 doesn't end the job with it, as it also does
-    where it can't start for the same one. Once ranks have met, none waits: then the failure that ends the world is the
-    reason. Several nodes share their secret in the run's folder: without a `network` that names it, other nodes only
-    find this rank missing, and the first rank of a node shows what all of them find.
+    Rank 0 has shown the reason before; another rank shows it unless rank 0 ends the job with it or can't start for the
+    same reason. Once ranks have met, none waits: then the failure that ends the world is the reason. Several nodes
+    share their secret in the run's folder: without a `network` that names it, other nodes only find this rank missing,
+    and the first rank of a node shows the common reason.
     """
     is_first = launch.rank == 0
     if launch.world_size == 1 or _has_met:
         return StartRefused(reason, is_shown=is_first)
     seconds = _REFUSAL_SECONDS if is_first else _START_SECONDS
-    # Whatever happens here, the reason itself is what this rank ends with.
+    # Whatever happens here, this rank ends with the reason itself.
     try:
         meeting = meet_at_store(launch, timedelta(seconds=seconds), network or Network())
         with _closed_at_end(meeting.gate, launch.rank):

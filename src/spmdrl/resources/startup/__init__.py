@@ -1,1 +1,1 @@
-"""How ranks start, meet, agree and end."""
+"""Start, rendezvous and agreement of ranks."""

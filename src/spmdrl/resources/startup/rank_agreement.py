@@ -1,4 +1,4 @@
-"""Whether all ranks run the same job: each publishes its facts in the store, and rank 0 compares them.
+"""Agreement of ranks on the job: each publishes its facts in the store, and rank 0 compares them.
 
 No process group is needed, so ranks that differ are refused before any collective could hang.
 """
@@ -20,17 +20,17 @@ from spmdrl.runtime.supervision.ending import reason_of_stop, stop_cause
 from spmdrl.runtime.supervision.stop_request import Stopped, request
 
 Facts = Mapping[str, str]
-"""name of what must be alike on all ranks -> its value, in the order in which differences are looked for"""
+"""name of a fact that must be equal on all ranks -> its value; compared in this order"""
 
 _REFUSAL = "refusal"
 _VERDICT = "verdict"
 _NOTICED = "noticed"
 _AGREED = b"agreed"
 _LONGEST_PAUSE_SECONDS = 0.2
-# For which a refusing rank keeps the store open, so that others read why.
+# Time for which a refusing rank keeps the store open, so that others read the reason.
 _NOTICE_SECONDS = 5.0
 _GRACE_SECONDS = 10.0
-# Ranks whose facts are compared in full; each further one differs too, and reading it would name nothing new.
+# Number of ranks whose facts are compared in full; further differing ones would name nothing new.
 _MOST_COMPARED = 8
 _LONGEST_VALUE = 200
 
@@ -44,7 +44,7 @@ class Alike:
 
 
 def difference(groups: Sequence[Alike]) -> str | None:
-    """Return the first fact that differs, with each value and its ranks, or None where all agree."""
+    """Describe the first differing fact, with each value and its ranks; None if all agree."""
     names = list(dict.fromkeys(name for group in groups for name in group.facts))
     differing = [name for name in names if len({group.facts.get(name) for group in groups}) > 1]
     if not differing:
@@ -65,9 +65,9 @@ def meet(
 ) -> None:
     """Wait until all ranks are here and agree, in a store that only this attempt of the job has.
 
-    Raises StartRefused on every rank when facts differ, when a rank brings a `refusal` (why it can't start; rank 0 has
-    shown its own), or when ranks are missing after `timeout_seconds`; Stopped where one is asked to stop. All ranks
-    call it, each at its own time.
+    Raises StartRefused on every rank if facts differ, if a rank passes a `refusal` (why it can't start; rank 0 has
+    shown its own), or if ranks are missing after `timeout_seconds`; Stopped if one is asked to stop. All ranks call it,
+    each at its own time.
     """
     if launch.world_size == 1:
         return
@@ -94,7 +94,7 @@ def meet(
 def agree(store: dist.Store, launch: LaunchEnvironment, topic: str, facts: Facts, *, timeout_seconds: float) -> None:
     """Compare facts that are known only later, under a topic that is used once. Collective over all ranks.
 
-    Raises StartRefused on every rank when they differ, or when ranks are missing after `timeout_seconds`.
+    Raises StartRefused on every rank if they differ, or if ranks are missing after `timeout_seconds`.
     """
     if launch.world_size == 1:
         return
@@ -118,7 +118,7 @@ def _publish(own: dist.Store, rank: int, facts: Facts, refusal: str | None) -> N
 
 
 def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -> None:
-    """Rank 0's part: wait for all, compare, and publish the verdict."""
+    """On rank 0, wait for all, compare, and publish the verdict."""
     size = launch.world_size
     complete = _wait_until(lambda: own.check([_REFUSAL]) or own.add("published", 0) >= size, timeout_seconds)
     if own.check([_REFUSAL]):
@@ -128,7 +128,7 @@ def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -
         have = "has" if len(missing) == 1 else "have"
         problem = (
             f"{_named(missing)} {have} not started after {timeout_seconds:g} s, {size - len(missing)} of {size} have; "
-            "look at the output of the missing ranks, or raise resources.start_timeout_seconds where starting is slow"
+            "look at the output of the missing ranks, or raise resources.start_timeout_seconds if starting is slow"
         )
     else:
         problem = difference(_groups(own, size))
@@ -143,7 +143,7 @@ def _judge(own: dist.Store, launch: LaunchEnvironment, timeout_seconds: float) -
 
 
 def _end_all(own: dist.Store, launch: LaunchEnvironment, problem: str, notice_seconds: float = _NOTICE_SECONDS) -> None:
-    """Publish why the job can't start, and return once all others have read it, or `notice_seconds` later."""
+    """Publish the reason for not starting, and return once all others have read it, or `notice_seconds` later."""
     # The launcher's request once another rank has ended isn't the cause.
     request.begin_leaving()
     own.set(_VERDICT, problem)
@@ -169,7 +169,7 @@ def _groups(own: dist.Store, size: int) -> list[Alike]:
 def _join(
     own: dist.Store, launch: LaunchEnvironment, facts: Facts, timeout_seconds: float, refusal: str | None
 ) -> None:
-    """Every other rank's part: publish, and wait for the verdict."""
+    """On any other rank, publish the facts and wait for the verdict."""
     try:
         _publish(own, launch.rank, facts, refusal)
         is_decided = _wait_until(lambda: own.check([_VERDICT]), timeout_seconds)
@@ -179,7 +179,7 @@ def _join(
     if not is_decided:
         raise StartRefused(
             f"rank 0 has not started after {timeout_seconds:g} s; look at its output, "
-            "or raise resources.start_timeout_seconds where starting is slow"
+            "or raise resources.start_timeout_seconds if starting is slow"
         )
     _accept_verdict(own, launch)
 
@@ -192,12 +192,12 @@ def _accept_verdict(own: dist.Store, launch: LaunchEnvironment) -> None:
 
 
 def _waited_by_others(timeout_seconds: float) -> float:
-    """Longer than rank 0 waits, which names the ranks that are missing."""
+    """Return a longer timeout than rank 0's, which names the missing ranks."""
     return timeout_seconds + min(timeout_seconds, _GRACE_SECONDS)
 
 
 def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Poll, ever more rarely; False when the time is over first."""
+    """Poll with growing intervals; False after the timeout."""
     deadline, pause = time.monotonic() + timeout_seconds, 0.005
     while not condition():
         if time.monotonic() > deadline:
@@ -208,7 +208,7 @@ def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Such as `rank 3`, or `ranks 0-2, 5`."""
+    """Name ranks, such as `rank 3`, or `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

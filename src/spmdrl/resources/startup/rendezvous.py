@@ -1,8 +1,8 @@
 """The store through which ranks find each other before there is a process group.
 
 Rank 0 keeps it behind its gate, so that only ranks with the job's secret can read or change it, and each attempt of a
-job has one of its own. The launcher's store, which answers anyone, only holds the address of rank 0's gate; if
-anything else is written there, no gate behind it can prove to hold the secret.
+job has its own. The launcher's store, open to anyone, only holds the address of rank 0's gate; if anything else is
+written there, no gate behind it can prove that it holds the secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spmdrl.runtime.network.sockets import LOOPBACK, Door
 
 _GATE_KEY, _TRUSTED_KEY = "spmdrl/gate", "spmdrl/trusted"
 _PAUSE_SECONDS = 0.1
-# For which another secret may answer: an earlier attempt's rank 0 or a stranger may have been faster.
+# Time for which another secret is tolerated: an earlier attempt's rank 0 or a stranger may have been faster.
 _DOUBT_SECONDS = 10.0
 _PORT_OPTIONS = {
     "srun": ": export MASTER_PORT=N before srun",
@@ -43,32 +43,32 @@ _TRUSTED = (
 
 @dataclass(frozen=True)
 class Network:
-    """How ranks reach each other."""
+    """Network settings of the connections between ranks."""
 
     folder: Path | None = None
-    """the run's, where nodes share the job's secret"""
+    """the run's folder, if nodes share the job's secret"""
     trusted: bool = False
-    """whether every host that can connect may be believed"""
+    """true if every host that can connect is trusted"""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What ranks share before they have a process group."""
+    """Connections of ranks before they have a process group."""
 
     store: dist.Store
     gate: Gate | None = None
     """None for a job of one rank, and on a trusted network"""
     address: str = LOOPBACK
-    """of this host, on the network that nodes share"""
+    """address of this host, on the network that nodes share"""
     beside: dist.Store | None = None
     """on rank 0, a second connection to the store; others reach theirs by the gate"""
 
 
 def meet_at_store(launch: LaunchEnvironment, timeout: timedelta, network: Network) -> Meeting:
-    """Reach the job's store; one rank has one of its own, which opens no port.
+    """Reach the job's store; a single rank has one of its own, which opens no port.
 
-    Raises StartRefused when it can't be reached in time, when this rank has another secret than rank 0, or when
-    strangers can't be kept out here.
+    Raises StartRefused if it can't be reached in time, if this rank has another secret than rank 0, or if strangers
+    can't be kept out here.
     """
     try:
         host = choose_interface(launch, trusted=network.trusted)
@@ -113,7 +113,7 @@ def _plain_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
-    """Rank 0's part: a store on loopback behind its gate, which is where the others look for it; two connections."""
+    """On rank 0, make a store on loopback behind its gate, where the others look for it; returns two connections."""
     with socket.socket() as bound:
         bound.bind((LOOPBACK, 0))
         port = bound.getsockname()[1]
@@ -139,7 +139,7 @@ def _host_store(gate: Gate, launch: LaunchEnvironment, host: str, timeout: timed
 
 
 def closed_door(port: int, launch: LaunchEnvironment) -> Door:
-    """Return a door on a port of loopback; where this system can't close it, an open one, but only on one node."""
+    """Return a door on a port of loopback; if this system can't close it, an open one, but only on one node."""
     try:
         return Door(port)
     except OSError as error:
@@ -153,7 +153,7 @@ def closed_door(port: int, launch: LaunchEnvironment) -> Door:
 
 
 def _announce(gate: Gate, address: Address, board: dist.Store, launch: LaunchEnvironment) -> None:
-    """Write where the gate is, again and again, as others may write there too, until all ranks have come."""
+    """Republish the gate's address until every rank has joined, as others may write there too."""
     with contextlib.suppress(RuntimeError):
         while gate.is_open and not gate.has_admitted(launch.world_size - 1):
             board.set(_GATE_KEY, f"{address.host} {address.port}")
@@ -191,7 +191,7 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
 
 
 def _disagreement(rank: int, *, trusted: bool) -> str:
-    """Return the refusal of ranks that would wait for each other in two places."""
+    """Return the refusal for ranks that would wait for each other in two places."""
     mine, other = ("true", "false") if trusted else ("false", "true")
     return (
         f"ranks disagree about resources.trusted_network: {other} on rank 0, {mine} on rank {rank}; "
@@ -208,12 +208,12 @@ def _other_secret(rank: int, address: Address, path: Path) -> str:
 
 
 def _at_masters_port(launch: LaunchEnvironment) -> Address:
-    """Where rank 0's gate is if no launcher has a store: on one node at loopback, whatever the host is called."""
+    """Return the address of rank 0's gate without a launcher's store; loopback on one node."""
     return Address(LOOPBACK if launch.num_nodes == 1 else launch.master_addr, launch.master_port)
 
 
 def _announced(board: dist.Store) -> Address | None:
-    """What is written where rank 0's gate is; None for what can't be an address."""
+    """Read the published address of rank 0's gate; None for anything that can't be an address."""
     if not board.check([_GATE_KEY]):
         return None
     host, _, port = board.get(_GATE_KEY)[:256].decode(errors="replace").partition(" ")
@@ -225,7 +225,7 @@ def _launcher_has_store() -> bool:
 
 
 def _launchers_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
-    # On one node whatever the host is called.
+    # Loopback on one node, whatever the host is called.
     host = LOOPBACK if launch.num_nodes == 1 else launch.master_addr
     with _explained(launch, timeout):
         return dist.TCPStore(host, launch.master_port, is_master=False, timeout=timeout)
