@@ -1,8 +1,8 @@
 """The gate: connections between ranks that only holders of the job's secret can make.
 
-PyTorch's store and RPC agents answer any connection, and an agent trusts every byte. So both listen on loopback, closed
-to all but their own rank's gate (sockets.py). Gates connect them, after proofs of the secret and with MACs on what they
-pass on (link.py):
+PyTorch's store and RPC agents accept any connection, and an agent trusts every byte. So both listen on loopback, closed
+to all but their own rank's gate (sockets.py). Gates connect them, after proofs of the secret and with MACs on the
+forwarded bytes (link.py):
 
     program -> own gate -> other rank's gate -> door of the service
 """
@@ -24,12 +24,12 @@ from spmdrl.runtime.network.link import MOST_RECORD_BYTES, Hello, Link, NoSecret
 from spmdrl.runtime.network.sockets import LOOPBACK, Door, is_own
 
 STORE, RPC = 0, 1
-"""what a gate leads to"""
+"""services behind a gate"""
 
 # The time that a connection has to prove itself, and how many may be unproven; beyond that the oldest is ended.
 _PROOF_SECONDS = 10.0
 _MOST_UNPROVEN = 256
-# Of a frame of TensorPipe, in the processor's own order.
+# Header of a TensorPipe frame, in native byte order.
 _LENGTH = struct.Struct("=Q")
 _LONGEST_ANSWER_BYTES = 4096
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank's gate listens."""
+    """Address that a rank's gate listens on."""
 
     host: str
     port: int
@@ -80,7 +80,7 @@ class Gate:
     def listen(self, host: str, port: int = 0) -> Address:
         """Admit holders of the secret at an address of this host, from the first call on.
 
-        Raises OSError where the address can't be had.
+        Raises OSError if the address isn't available.
         """
         if self._address is None:
             limit = MOST_RECORD_BYTES
@@ -94,16 +94,16 @@ class Gate:
         self._doors[service] = door
 
     def forget(self, service: int) -> None:
-        """Connect to a service no longer, here and at other ranks; existing connections stay."""
+        """Stop connecting to a service, here and at other ranks; existing connections stay."""
         if (door := self._doors.pop(service, None)) is not None:
             door.close()
         for key in [key for key in self._ways if key[0].service == service]:
             self._loop.call_soon_threadsafe(self._ways.pop(key).close)
 
     def way_to(self, target: Target, disguised_port: int | None = None) -> int:
-        """Return a port of 127.0.0.1 from which this process, and no other, reaches the target.
+        """Return a port of 127.0.0.1 from which only this process reaches the target.
 
-        `disguised_port`: the port that the service itself listens on, and names in its first answer.
+        `disguised_port`: the port that the service itself listens on, and names in its first message.
         """
         key = target, disguised_port
         if key not in self._ways:
@@ -127,7 +127,7 @@ class Gate:
         return len(self._admitted) >= num_ranks
 
     def close(self, *, wait_seconds: float = 0.0) -> None:
-        """End all connections, those of other ranks after they have ended them or `wait_seconds`."""
+        """End all connections, other ranks' after they have ended them or `wait_seconds`."""
         if not self.is_open:
             return
         self.is_open = False
@@ -202,7 +202,7 @@ class Gate:
             await _pass_on(link, reader, writer)
 
     async def _dialled(self, target: Target) -> Link:
-        """Return a link with the target's gate, which has proved to hold the secret and to lead there."""
+        """Return a link with the target's gate, which has proved that it holds the secret and leads there."""
         reader, writer = await asyncio.open_connection(
             target.address.host, target.address.port, limit=MOST_RECORD_BYTES
         )
@@ -215,7 +215,7 @@ class Gate:
 
     @contextlib.contextmanager
     def _kept_until_done(self, writer: asyncio.StreamWriter) -> Iterator[None]:
-        """Return an error of a connection ends that connection, and nothing else."""
+        """Confine errors of a connection to that connection, and close it afterwards."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -266,10 +266,10 @@ def _port_of(server: asyncio.Server) -> int:
 
 
 class AgentRenamed:
-    """Puts the way to an agent in the place of its own address, to which TensorPipe makes its further connections.
+    """Replaces an agent's own address by the way to it, for TensorPipe's further connections.
 
-    TensorPipe sends frames with 8 bytes of length in front. The first one on an agent's first connection holds the
-    address where the agent listens; all others pass unchanged.
+    TensorPipe prefixes frames with 8 bytes of length. The first one on an agent's first connection holds the address
+    that the agent listens on; all others pass unchanged.
     """
 
     def __init__(self, agent_port: int, own_port: int):
@@ -279,7 +279,7 @@ class AgentRenamed:
         self._is_done = False
 
     def __call__(self, data: bytes) -> bytes:
-        """What may be passed on after `data` has come."""
+        """Return the bytes that may be forwarded after `data` was received."""
         if self._is_done:
             return data
         self._held += data

@@ -2,7 +2,7 @@
 
 Challenge and response with fresh numbers and keyed BLAKE2b (RFC 7693) from Python's standard library; TLS with a shared
 key would need Python 3.13. Each record's MAC covers its place in the stream too, under a key of this link and
-direction, so that nothing can be replayed, left out or changed on the way. Nothing is encrypted.
+direction, so that nothing can be replayed, dropped or changed on the way. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class NoSecret(ValueError):
 
 
 class TurnedAway(ConnectionError):
-    """The other end is no gate, or one that doesn't take part in this attempt of the job."""
+    """The other end isn't a gate, or one that doesn't take part in this attempt of the job."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a dialling gate sends first."""
+    """First message of a dialling gate."""
 
     incarnation: bytes
     """8 bytes that distinguish a rank's processes"""
@@ -49,7 +49,7 @@ class Hello:
 
     @classmethod
     def of(cls, packed: bytes) -> Hello:
-        """Raise NoSecret for anything else."""
+        """Parse a greeting; raises NoSecret for anything else."""
         magic, challenge, incarnation, from_rank, to_rank, service = _HELLO.unpack(packed)
         if magic != _MAGIC:
             raise NoSecret
@@ -57,7 +57,7 @@ class Hello:
 
 
 class Seal:
-    """The MACs of one direction of a link: each covers its record and how many came before."""
+    """MACs of one direction of a link: each covers its record and the number of earlier ones."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -79,14 +79,14 @@ class Link:
     sent: Seal
     received: Seal
     alter: Callable[[bytes], bytes] = bytes
-    """what becomes of received bytes before they are passed on"""
+    """transformation of received bytes before they are forwarded"""
 
     def send(self, payload: bytes) -> None:
         self.writer.write(_RECORD.pack(len(payload)) + self.sent.next(payload))
         self.writer.write(payload)
 
     async def receive(self) -> bytes:
-        """Return the next record; raises NoSecret where its MAC is wrong, EOFError at the end."""
+        """Return the next record; raises NoSecret if its MAC is wrong, EOFError at the end."""
         head = await self.reader.readexactly(_RECORD.size + _MAC_BYTES)
         (length,) = _RECORD.unpack_from(head)
         if length > MOST_RECORD_BYTES:
@@ -102,14 +102,14 @@ class Link:
         await self.writer.drain()
 
     def welcome(self) -> None:
-        """Let the dialler go on."""
+        """Accept the dialler."""
         self.send(_WELCOME)
 
 
 async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int
 ) -> tuple[Link, Hello]:
-    """Return the link with a dialler that wants this rank and has proved itself; it waits for a welcome or refusal.
+    """Return the link with a proven dialler that wants this rank; it waits for a welcome or refusal.
 
     Raises NoSecret or EOFError for all others.
     """
@@ -130,7 +130,7 @@ async def accept(
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, hello: Hello) -> Link:
     """Return the link with a gate that has proved itself and welcomes this one.
 
-    Raises NoSecret for a gate of another secret, TurnedAway for what is no gate of that rank, or refuses.
+    Raises NoSecret for a gate of another secret, TurnedAway for anything but a gate of that rank, or a refusal.
     """
     packed = hello.packed()
     writer.write(packed)

@@ -16,7 +16,7 @@ from spmdrl.runtime.network.sockets import LOOPBACK
 # Linux: the request for an interface's IPv4 address, and the file with the IPv6 addresses of all interfaces.
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
-# For documentation only (RFC 5737): no host has it, so the way there is the default route.
+# For documentation only (RFC 5737): no host has it, so its route is the default one.
 _ELSEWHERE = "192.0.2.1"
 _WAY_OUT = (
     "set GLOO_SOCKET_IFNAME to the interface of the cluster's private network, or resources.trusted_network to true "
@@ -29,7 +29,7 @@ def choose_interface(
 ) -> str:
     """Point gloo, TensorPipe and NCCL at one interface, unless the user did; returns this host's address there.
 
-    Must come before the first process group. Raises ValueError where an address is public, unless `trusted`.
+    Must come before the first process group. Raises ValueError if an address is public, unless `trusted`.
     """
     gloo = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     tensorpipe = environ.get("TP_SOCKET_IFNAME")
@@ -57,7 +57,7 @@ def _prefer(interface: str, environ: MutableMapping[str, str]) -> None:
 
 
 def check_private(address: str, interface: str) -> None:
-    """Refuse an address that hosts outside of the cluster can reach."""
+    """Raise ValueError for an address that hosts outside of the cluster can reach."""
     if ipaddress.ip_address(address).is_global:
         raise ValueError(
             f"ranks would listen on {interface} at {address}, a public address, where anyone may connect; {_WAY_OUT}"
@@ -65,7 +65,7 @@ def check_private(address: str, interface: str) -> None:
 
 
 def _address_among_nodes(master: str, *, trusted: bool) -> str:
-    """This host's address towards the host of rank 0."""
+    """Return this host's address towards the host of rank 0."""
     resolved = _resolved(master)
     if not trusted and ipaddress.ip_address(resolved).is_global:
         raise ValueError(f"MASTER_ADDR {master} is the public address {resolved}, where anyone may connect; {_WAY_OUT}")
@@ -87,7 +87,7 @@ def _resolved(host: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the route to another address; no packet is sent."""
+    """Return this host's address on the route to another address; no packet is sent."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -100,7 +100,7 @@ def address_towards(host: str) -> str:
 
 
 def address_of_interface(name: str) -> str:
-    """Return the address of a network interface that gloo would take: its IPv4 address, else its first IPv6 address."""
+    """Return a network interface's address as gloo chooses it: its IPv4 address, else its first IPv6 address."""
     with contextlib.suppress(OSError):
         return _ipv4_of_interface(name)
     if addresses := [address for interface, address in _ipv6_addresses() if interface == name]:
@@ -135,7 +135,7 @@ def _ipv4_of_interface(name: str) -> str:
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """Interface and address, for each."""
+    """Return (interface, address) pairs."""
     if not _IPV6_ADDRESSES.exists():
         return []
     lines = [line.split() for line in _IPV6_ADDRESSES.read_text().splitlines()]

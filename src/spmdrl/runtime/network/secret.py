@@ -16,7 +16,7 @@ JOB_FILE = ".job_secret"
 
 
 def secret_file(folder: Path | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the ranks of a job find their secret: a file named by the environment, else one in the run's folder.
+    """Return the path of a job's secret: a file named by the environment, else one in the run's folder.
 
     Without a folder it is one of this host and user, which ranks of one node share.
     """
@@ -26,7 +26,7 @@ def secret_file(folder: Path | None, environ: Mapping[str, str] = os.environ) ->
 
 
 def _own_folder(environ: Mapping[str, str]) -> Path:
-    """Return the first of the usual folders for a user's own files that can be written to."""
+    """Return the first of the usual folders for a user's own files that is writable."""
     cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache"
     temporary = Path(tempfile.gettempdir()) / f"spmdrl-{os.geteuid()}"
     for folder in (Path(cache) / "spmdrl", temporary):
@@ -38,7 +38,7 @@ def _own_folder(environ: Mapping[str, str]) -> Path:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """The secret in a file, which the first rank to need it makes. Raises ValueError where others might read it."""
+    """Read the secret, which the first rank to need it makes. Raises ValueError if others might read it."""
     try:
         if not os.path.lexists(path):
             _make(path)

@@ -1,7 +1,7 @@
-"""Doors: listening sockets on loopback that let in this rank's gate, by the kernel's packet filters, and nothing else.
+"""Doors: listening sockets on loopback that admit this rank's gate only, by the kernel's packet filters.
 
 A filter on a listening socket sees each packet before there is a connection, needs no privilege and exists on every
-Linux. Strangers find a filtered port as if no host were there.
+Linux. Strangers see a filtered port as if no host were there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 # Linux; Python's socket module doesn't name it.
 _SO_ATTACH_FILTER = 26
-# Instructions of classic BPF: load a word or half-word, jump if equal, return so many bytes of the packet.
+# Instructions of classic BPF: load a word or half-word, jump if equal, return this many bytes of the packet.
 _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 # Offsets from here on are in the IPv4 header, others in the TCP header.
 _IP_HEADER = 0xFFF00000
@@ -33,14 +33,14 @@ class Door:
     """A listening socket of this process, on loopback, that admits connections of its gate only."""
 
     def __init__(self, port: int, *, is_closed: bool = True):
-        """Raise OSError where the system can't keep others out, which an open door (`is_closed=False`) doesn't try."""
+        """Raise OSError if the system can't keep others out, which an open door (`is_closed=False`) doesn't try."""
         self.port = port
         self._is_closed = is_closed
         self._listener = own_listener(port)
         self._admitted: deque[int] = deque(maxlen=_MOST_ADMITTED)
         if is_closed:
             admit_only(self._listener, ())
-            # Those that came before the filter.
+            # Connections from before the filter.
             end_connections_to(port)
             self._check_is_closed()
 
@@ -50,13 +50,13 @@ class Door:
         own.bind((LOOPBACK, 0))
         self._admitted.append(own.getsockname()[1])
         self._apply()
-        # A small write must not wait for the answer to the one before it.
+        # A small write must not wait for the acknowledgement of the previous one.
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own.setblocking(False)
         return own
 
     def forget(self, port: int) -> None:
-        """Close the door to a port of this host that others may have next."""
+        """Close the door to a port of this host that others may get next."""
         with contextlib.suppress(ValueError):
             self._admitted.remove(port)
             self._apply()
@@ -76,9 +76,9 @@ class Door:
 
 
 def admit_only(listener: socket.socket, ports: Collection[int]) -> None:
-    """Have the kernel drop what comes from elsewhere than these ports of 127.0.0.1; connections that exist go on.
+    """Drop packets in the kernel unless from these ports of 127.0.0.1; existing connections stay.
 
-    Raises OSError where the system has no such filter.
+    Raises OSError if the system has no such filter.
     """
     assert len(ports) <= _MOST_ADMITTED, f"{len(ports)} ports, but a filter holds {_MOST_ADMITTED}"
     (loopback,) = struct.unpack("!I", socket.inet_aton(LOOPBACK))
@@ -95,7 +95,7 @@ def admit_only(listener: socket.socket, ports: Collection[int]) -> None:
 
 
 def listening_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's listening TCP sockets."""
+    """Yield duplicates of this process's listening TCP sockets."""
     for found in _own_sockets():
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             yield found
@@ -111,7 +111,7 @@ def own_listener(port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def closing_new_listeners() -> Iterator[None]:
-    """Close the ports that are opened inside, once all that is to connect there has done so.
+    """Close ports opened inside the block, once all their connections are made.
 
     A gloo group listens as long as it lives, but all its connections are made with it.
     """
@@ -126,12 +126,12 @@ def closing_new_listeners() -> Iterator[None]:
 
 
 def is_own(client: tuple[str, int], server: tuple[str, int]) -> bool:
-    """Whether the client's end of a connection within this host belongs to this process."""
+    """Return True if the client's end of a connection within this host belongs to this process."""
     return any(_ends(found) == (client, server) for found in _own_sockets())
 
 
 def end_connections_to(port: int) -> None:
-    """End what other processes have connected to a port of this one."""
+    """End other processes' connections to a port of this one."""
     for found in _own_sockets():
         own, other = _ends(found)
         if own is not None and other is not None and own[1] == port and not is_own(other, own):
@@ -139,7 +139,7 @@ def end_connections_to(port: int) -> None:
 
 
 def _ends(found: socket.socket) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Both ends of a socket; None for an end that isn't there."""
+    """Return both ends of a socket; None for a missing end."""
     with contextlib.suppress(OSError):
         own = _plain(found.getsockname())
         with contextlib.suppress(OSError):
@@ -149,12 +149,12 @@ def _ends(found: socket.socket) -> tuple[tuple[str, int] | None, tuple[str, int]
 
 
 def _plain(name: tuple[Any, ...]) -> tuple[str, int]:
-    """Host and port, an IPv4 address as such also where an IPv6 socket has it."""
+    """Return host and port, with IPv4-mapped addresses as IPv4."""
     return name[0].removeprefix("::ffff:"), name[1]
 
 
 def _own_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets, each closed when the next one is taken."""
+    """Yield duplicates of this process's TCP sockets, each closed when the next one is taken."""
     for name in os.listdir(_descriptors()):
         with contextlib.suppress(OSError):
             duplicate = os.dup(int(name))

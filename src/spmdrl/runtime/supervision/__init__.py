@@ -1,1 +1,1 @@
-"""A job's ends: requests to stop, ranks that stand still, first failures, lost launchers and lost folders."""
+"""Ends of a job: requests to stop, hangs, first failures, lost launchers and lost folders."""

@@ -1,6 +1,6 @@
-"""The agent: the one thread beside a rank's work. It waits for times and descriptors, and does what is due then.
+"""The agent: the one thread beside a rank's work. It waits for times and descriptors, and runs the duties then due.
 
-A duty must not wait for other processes or files over the network: all others would wait with it.
+A duty must not wait for other processes or network files: all others would wait with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from spmdrl.runtime.screen import show_exception
 
-# For which the end of a duty waits while it is being done.
+# Limit of waiting for a running duty at its end.
 _DONE_SECONDS = 1.0
 # Without a duty that is due earlier; `poll` takes no infinity.
 _LONGEST_SECONDS = 3600.0
@@ -25,11 +25,11 @@ _LONGEST_SECONDS = 3600.0
 
 @dataclass(eq=False)
 class Duty:
-    """Work that is due at intervals, or whenever a descriptor can be read."""
+    """Work that is due at intervals, or whenever a descriptor is readable."""
 
     work: Callable[[], None]
     seconds: float = math.inf
-    """between two times at which it is due"""
+    """interval"""
     descriptor: int = -1
 
     def __post_init__(self) -> None:
@@ -37,11 +37,11 @@ class Duty:
 
 
 class Agent:
-    """Starts its thread with the first duty; the thread stays for as long as the process does."""
+    """Starts its thread with the first duty; the thread lives as long as the process."""
 
     def __init__(self) -> None:
         self._reset()
-        # A forked process has no thread, and duties of its own.
+        # A forked process has no thread, and its own duties.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -51,7 +51,7 @@ class Agent:
         self._thread: threading.Thread | None = None
 
     def begin(self, duty: Duty) -> None:
-        """Do it from now on."""
+        """Run the duty from now on."""
         self._duties.append(duty)
         with self._starting:
             if self._thread is None:
@@ -64,7 +64,7 @@ class Agent:
 
     @contextmanager
     def doing(self, duty: Duty) -> Iterator[None]:
-        """Do it within the block, whose end waits, for a second at most, while it is being done."""
+        """Run the duty within the block, whose end waits at most a second for a running one."""
         self.begin(duty)
         try:
             yield
@@ -84,7 +84,7 @@ class Agent:
                     self._do(duty)
 
     def _wait(self) -> set[int]:
-        """Return the descriptors that can be read, once there is one or a duty is due."""
+        """Wait until a descriptor is readable or a duty is due; returns the readable descriptors."""
         poll, duties = select.poll(), self._duties.copy()
         for descriptor in (self._received.fileno(), *(duty.descriptor for duty in duties if duty.descriptor >= 0)):
             poll.register(descriptor, select.POLLIN)
@@ -98,11 +98,11 @@ class Agent:
             try:
                 duty.work()
             except Exception as error:
-                # The other duties go on.
+                # The other duties continue.
                 self._duties.remove(duty)
                 show_exception(type(error), error, error.__traceback__)
         duty.due = time.monotonic() + duty.seconds
 
 
 agent = Agent()
-"""that of this process"""
+"""agent of this process"""

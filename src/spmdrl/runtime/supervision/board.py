@@ -1,9 +1,6 @@
-"""The board on which ranks publish what they are at, and what follows from it: nothing, a stop, a failure or a hang.
+"""The board on which ranks publish their progress, and its verdict: none, a stop, a failure or a hang.
 
-every rank   publishes its line twice a second, and reads rank 0's
-rank 0       reads all lines, decides, and publishes its verdict in its own line
-the others   follow that verdict; they decide by themselves where no line of rank 0 comes any more, which keeps the
-             store, and each about itself once rank 0 has ended
+every rank publishes its line twice a second, and reads rank 0's
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from spmdrl.runtime.supervision.ending import FirstFailure
 
-# Of the limit, for which a rank is silent before no other one is blamed any more.
+# Share of the limit for which a rank is silent before no other one is blamed.
 _SUSPECT_SHARE = 0.5
 
 
@@ -27,13 +24,13 @@ class RankState:
     step: int
     num_boundaries: int
     idle_seconds: float
-    """since it made progress"""
+    """time since its last progress"""
     collective: str
-    """the one that it waits in for other ranks; empty where it doesn't"""
+    """the collective in which it waits for other ranks; empty if it doesn't"""
     doing: str
-    """where it is, and what it has done"""
+    """its place in the code, and its finished work"""
     patience: float = 1.0
-    """how many times the limit it may take"""
+    """factor on the limit"""
     host: str = ""
     """name and address of its node, in a job of several nodes"""
 
@@ -48,19 +45,19 @@ class RankState:
 
 @dataclass(frozen=True)
 class Stop:
-    """A rank was asked to stop, so all are."""
+    """Verdict after a rank was asked to stop: all ranks stop."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The job stands still."""
+    """Verdict if the job makes no progress."""
 
     ranks: Sequence[int]
-    """those that hold it up"""
+    """ranks that hold it up"""
     line: str = ""
-    """for the screen; empty until it is written"""
+    """message for the screen; empty until it is written"""
 
 
 Verdict = Stop | FirstFailure | Hang
@@ -72,15 +69,15 @@ class Line:
     """A rank's published place, progress and requests."""
 
     number: int = 0
-    """grows from line to line: without a new one the rank is silent"""
+    """increases with each line: without a new one the rank is silent"""
     state: RankState | None = None
-    """None where it isn't watched for hangs"""
+    """None if it isn't watched for hangs"""
     asked: str = ""
-    """what asked it to stop"""
+    """reason of a request to stop"""
     verdict: Verdict | None = None
-    """rank 0's"""
+    """rank 0's verdict"""
     has_left: bool = False
-    """True once it watches no longer"""
+    """True once it stops watching"""
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -101,32 +98,32 @@ class Line:
 
 @dataclass(frozen=True)
 class Board:
-    """All that one rank knows of the job."""
+    """One rank's knowledge of the job."""
 
     own: RankState
     limit_seconds: float
-    """for which a rank may make no progress; 0: for ever"""
+    """longest time without progress; 0: for ever"""
     slack_seconds: float = 0.0
-    """for which a line may be on its way"""
+    """longest delay of a line"""
     lines: Mapping[int, Line] = field(default_factory=dict)
     """newest lines: of all ranks on rank 0, of rank 0 on the others"""
     silent: Mapping[int, float] = field(default_factory=dict)
-    """by rank, for how many seconds no new line came"""
+    """seconds without a new line, by rank"""
     failure: FirstFailure | None = None
-    """None where none was published"""
+    """None if none was published"""
     is_alone: bool = False
     """True once rank 0, or the store that it keeps, has ended"""
 
     @property
     def states(self) -> list[RankState]:
-        """States of the ranks that are here and known, this one's as it is now."""
+        """States of the present and known ranks, this one's as it is now."""
         lines = [line for rank, line in self.lines.items() if rank != self.own.rank and not line.has_left]
         others = [line.state for line in lines if line.state is not None]
         return sorted([self.own, *others], key=lambda state: state.rank)
 
 
 def decide(board: Board) -> Verdict | None:
-    """Return what follows from the board on this rank: first a hang, then a request to stop, then a failure."""
+    """Return this rank's verdict from the board: first a hang, then a request to stop, then a failure."""
     main = board.lines.get(0) if board.own.rank != 0 else None
     if main is not None and isinstance(main.verdict, Hang):
         return main.verdict
@@ -150,10 +147,10 @@ def _hanging(board: Board) -> list[int]:
 
 
 def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_seconds: float) -> list[int]:
-    """Return the ranks that hold all up; none while some rank that others may wait for makes progress.
+    """Return the ranks that hold the job up; none while a rank that others may wait for makes progress.
 
-    Those that don't answer, by the seconds for which they haven't; else those without progress that wait for no other
-    rank; else, where all wait, those that have come least far.
+    First the silent ranks, by their silence; else ranks without progress that wait for no other; else, if all wait,
+    those that got least far.
     """
     by_rank = {state.rank: state for state in states}
     limits = {rank: limit_seconds * state.patience for rank, state in by_rank.items()}

@@ -1,4 +1,4 @@
-"""How a rank's work ends before it is done."""
+"""Early ends of a rank's work, and their causes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class FirstFailure:
 
     rank: int
     cause: str
-    """in one line"""
+    """one line of text"""
 
     @property
     def is_interruption(self) -> bool:
-        """Whether it was Ctrl-C, which all ranks get and one of them reports."""
+        """True for Ctrl-C, which all ranks get and one of them reports."""
         return self.cause == _INTERRUPTION
 
     @property
     def is_stop(self) -> bool:
-        """Whether a rank was asked to stop before ranks could agree about it."""
+        """True if a rank was asked to stop before ranks could agree about it."""
         return reason_of_stop(self.cause) is not None
 
     @property
@@ -54,12 +54,12 @@ def death(rank: int, pid: int) -> FirstFailure:
 
 
 def is_consequence(failure: BaseException) -> bool:
-    """Whether this is how the end of another rank looks from here."""
+    """Return True for an error that follows from the end of another rank."""
     return isinstance(failure, (RuntimeError, OSError)) and _CONSEQUENCES.search(str(failure)) is not None
 
 
 def cause_of(failure: BaseException) -> str:
-    """Return a failure in one line: its type, and the first line of its text."""
+    """Describe a failure in one line: its type, and the first line of its text."""
     if isinstance(failure, KeyboardInterrupt):
         return _INTERRUPTION
     if isinstance(failure, Stopped):
@@ -70,10 +70,10 @@ def cause_of(failure: BaseException) -> str:
 
 
 def stop_cause(reason: str) -> str:
-    """Return the cause of an end that was asked for."""
+    """Return the cause of a requested end."""
     return f"{_STOP}{reason}"
 
 
 def reason_of_stop(cause: str) -> str | None:
-    """What asked for the end that has this cause; None for a failure."""
+    """Return the reason of a requested end by its cause; None for a failure."""
     return cause.removeprefix(_STOP) if cause.startswith(_STOP) else None

@@ -1,7 +1,7 @@
-"""A fencing token: the number of the newest job in a run's folder, which every checkpoint looks at first.
+"""A fencing token: the number of the newest job in a run's folder, which every checkpoint checks first.
 
-A lock can be lost without its holder's knowledge: with the link to its node, or to an operator who deletes it. The job
-that is admitted next takes a token; from then on the earlier one, if it still runs, ends before its next checkpoint.
+A lock can be lost without its holder's knowledge: with the link to its node, or to an operator who deletes it. The next
+job takes a token; then the earlier one, if it still runs, ends before its next checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spmdrl.runtime.supervision.holder import Holder, lock_that_was_lost
 
 FENCE_FILE = "run.token"
 FOLDER_TAKEN = 77
-"""the exit code of a job that lost its folder to another one; starting it again would disturb that one"""
+"""exit code of a job that lost its folder to another one; restarting it would disturb that one"""
 
 
 class FolderTaken(Exception):
@@ -36,14 +36,14 @@ _fence: _Fence | None = None
 def take_folder(folder: Path) -> bytes:
     """Write a token whose number is one higher than the last job's; returns it, for `arm_fence` on every rank.
 
-    Raises FolderTaken where another job has taken a lock that this process holds.
+    Raises FolderTaken if another job has taken a lock that this process holds.
     """
     if (lock := lock_that_was_lost()) is not None:
         raise FolderTaken(f"{lock} is another job's by now; this one ends, and wrote nothing")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FENCE_FILE
     number = 1 + _number_of(_read(path))
-    # Two jobs without locks may find the same number; what one of them then reads isn't its own.
+    # Two jobs without locks may find the same number; one of them then reads the other's token.
     fields = {"number": number, **asdict(Holder.this_process()), "nonce": secrets.token_hex(8)}
     content = json.dumps(fields).encode()
     _write(path, content)
@@ -51,13 +51,13 @@ def take_folder(folder: Path) -> bytes:
 
 
 def arm_fence(folder: Path, content: bytes) -> None:
-    """From here on `check_fence` compares the folder's token with this one."""
+    """Make `check_fence` compare the folder's token with this one from here on."""
     global _fence
     _fence = _Fence(folder / FENCE_FILE, content, _number_of(content))
 
 
 def disarm_fence() -> None:
-    """The folder is given up, so nothing is checked any more."""
+    """End the checks, since the folder is released."""
     global _fence
     _fence = None
 
@@ -68,7 +68,7 @@ def token_number() -> int:
 
 
 def check_fence() -> None:
-    """Raise FolderTaken where another job has taken the folder; OSError where that can't be found out."""
+    """Raise FolderTaken if another job has taken the folder; OSError if that can't be determined."""
     if _fence is None or (found := _read(_fence.path)) == _fence.content:
         return
     raise FolderTaken(
@@ -78,13 +78,13 @@ def check_fence() -> None:
 
 
 def loss_of_folder(cause: str) -> str:
-    """Text of a failure's cause, as one line, if it is that another job has the folder; else ""."""
+    """Return a failure's cause as one line if another job has the folder; else ""."""
     prefix = f"{FolderTaken.__name__}: "
     return cause.removeprefix(prefix) if cause.startswith(prefix) else ""
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of the file; nothing where it isn't there."""
+    """Return the content of the file; empty if it is missing."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which rank failed first: what the others then meet, such as closed connections, are consequences of its failure."""
+"""The first failure of a job: errors that others then meet, such as closed connections, are its consequences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from spmdrl.runtime.supervision.stop_request import Stopped, request
 
 _COUNT = "failures"
 FIRST = "first failure"
-"""the key of the first failure's rank and cause"""
-# In which a rank that lost its connections looks for another rank's failure.
+"""key of the first failure's rank and cause"""
+# Time in which a rank that lost its connections looks for another rank's failure.
 _CONSEQUENCE_SECONDS = 5.0
-# In which rank 0 may be the first to publish what all ranks find alike.
+# Time in which rank 0 may be the first to publish a failure that all ranks find.
 _ALIKE_SECONDS = 2.0
 _STORE_SECONDS = 3.0
 
@@ -31,11 +31,11 @@ def publish_process(store: dist.Store, launch: LaunchEnvironment) -> None:
 
 
 def peers_of(store: dist.Store, launch: LaunchEnvironment) -> dict[int, int]:
-    """The processes, by rank, of the other ranks of this node that this one can see; all have published theirs."""
+    """Return the visible processes, by rank, of this node's other ranks; all have published theirs."""
     first = launch.first_rank_of(launch.node_rank)
     ranks = [rank for rank in range(first, first + launch.local_world_size) if rank != launch.rank]
     found = [(rank, store.get(f"process/{rank}").decode().rpartition(" ")) for rank in ranks]
-    # Containers number their processes by themselves, and only Linux shows them.
+    # Containers have their own process numbers, and only Linux shows them.
     is_seen = process_state(os.getpid()) != "X"
     return {rank: int(pid) for rank, (where, _, pid) in found if is_seen and where == namespace()}
 
@@ -43,14 +43,14 @@ def peers_of(store: dist.Store, launch: LaunchEnvironment) -> dict[int, int]:
 def find_first(
     store: dist.Store, rank: int, failure: BaseException, peers: Mapping[int, int] | None = None
 ) -> FirstFailure:
-    """The failure that came first on any rank: this one, the one that the store holds already, or a peer's death.
+    """Return the first failure of any rank: this one, the one already in the store, or a peer's death.
 
-    A failure that may well be a consequence waits some seconds for its cause to be published, or for one of `peers`,
+    A failure that may be a consequence waits some seconds for its cause to be published, or for one of `peers`,
     processes by rank, to be gone. So does a request: a launcher sends SIGTERM too when a rank has ended.
     """
     own, peers = FirstFailure(rank, cause_of(failure)), peers or {}
     if (dead := _gone({0: peers[0]} if 0 in peers else {})) is not None:
-        # The store that it kept is gone with it, and may take its time to say so.
+        # The store that it kept is gone with it, and may be slow to fail.
         return dead
     patience = 0.0
     if is_consequence(failure):
@@ -58,7 +58,7 @@ def find_first(
     elif rank != 0 and isinstance(failure, (ValueError, KeyboardInterrupt, Stopped)):
         patience = _ALIKE_SECONDS
     found = [own]
-    # On a thread of its own, since the store may be gone or never answer.
+    # On a thread of its own, since the store may be gone or unresponsive.
     search = threading.Thread(target=_search, args=(store, own, patience, found, peers), daemon=True)
     search.start()
     search.join(patience + _STORE_SECONDS)
@@ -66,7 +66,7 @@ def find_first(
 
 
 def publish(store: dist.Store, failure: FirstFailure) -> bool:
-    """Record a rank's failure as the first one, and return whether it was."""
+    """Record a rank's failure as the first one; returns True if it was."""
     is_first = not store.check([FIRST]) and store.add(_COUNT, 1) == 1
     if is_first:
         store.set(FIRST, json.dumps([failure.rank, failure.cause]))
@@ -74,7 +74,7 @@ def publish(store: dist.Store, failure: FirstFailure) -> bool:
 
 
 def wait_for_all(store: dist.Store, size: int, state: str, timeout_seconds: float) -> None:
-    """Return once every rank has come here. `state`: what they are then, used once in a job.
+    """Return once every rank has arrived. `state`: their common state, used once in a job.
 
     Raises RuntimeError if a rank has failed, or if some are missing after `timeout_seconds`.
     """
@@ -120,7 +120,7 @@ def _search(
 
 
 def _gone(peers: Mapping[int, int]) -> FirstFailure | None:
-    # Another rank was asked to stop, by its key in the store: a process that is gone ended by that.
+    # If another rank was asked to stop, by its key in the store, a gone process ended by that.
     if (request.reason or "").endswith(")"):
         return None
     return next((death(rank, pid) for rank, pid in peers.items() if process_state(pid) in "ZX"), None)

@@ -1,4 +1,4 @@
-"""What is left of a job that hangs: one line with the rank that holds it up, and the stacks of all threads."""
+"""Report of a hanging job: one line with the rank that holds it up, and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from spmdrl.runtime.supervision.board import RankState
 
 HUNG = 124
-"""the exit code of a job that hung, as of `timeout`"""
+"""exit code of a job that hung, like `timeout`'s"""
 FOLDER = "failures"
 _MOST_OTHERS = 4
-# Of the limit: ranks that were lost at the same moment wrote their last lines at different ones.
+# Share of the limit: ranks lost at the same moment wrote their last lines at different ones.
 _ALMOST = 0.8
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks, and its traceback if it fails."""
+    """Return the path of a rank's stacks, and of its traceback if it fails."""
     return folder / FOLDER / f"rank_{rank:05d}.txt"
 
 
@@ -31,7 +31,7 @@ def hang_line(
     limit_seconds: float,
     ranks_per_node: int = 0,
 ) -> str:
-    """Which rank hangs, where and with what, and what others wait in; nodes all of whose ranks are silent are lost.
+    """Describe the hanging ranks, their place, and the others' waits; nodes whose ranks are all silent are lost.
 
     `ranks_per_node` is 0 in a job of one node.
     """
@@ -50,7 +50,7 @@ def hang_line(
 
 
 def silent_main_line(own: RankState, main: RankState | None, silent_seconds: float, limit_seconds: float) -> str:
-    """What a rank finds by itself where rank 0, which keeps the job's store, doesn't answer."""
+    """Describe a rank's own finding if rank 0, which keeps the job's store, is silent."""
     if main is None or main.host == own.host:
         return hang_line([0], [*([main] if main else []), own], {0: silent_seconds}, limit_seconds)
     return (
@@ -63,7 +63,7 @@ def silent_main_line(own: RankState, main: RankState | None, silent_seconds: flo
 def _lost_nodes(
     by_rank: Mapping[int, RankState], silent: Mapping[int, float], limit_seconds: float, ranks_per_node: int
 ) -> list[range]:
-    """Return the ranks of each node none of which answers."""
+    """Return the ranks of each node that is silent as a whole."""
     if ranks_per_node == 0:
         return []
     limits = {rank: limit_seconds * by_rank[rank].patience for rank in silent}
@@ -94,7 +94,7 @@ def _named(rank: int, state: RankState | None, silent_seconds: float, limit_seco
 
 
 def write_stacks(folder: Path, rank: int, line: str) -> Path | None:
-    """Append the stacks of all threads to the rank's file; None where that can't be written."""
+    """Append the stacks of all threads to the rank's file; None if it can't be written."""
     path = stacks_file(folder, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which process holds a run's folder: a lock that the kernel drops with its holder, on a file that names the holder."""
+"""The holder of a run's folder: a lock that the kernel drops with its process, on a file that names the holder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LOCK_FILE = "run.lock"
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _POLL_SECONDS = 0.1
 _held_now: dict[Path, Holder] = {}
@@ -29,7 +29,7 @@ class Holder:
     started: str
     """local time, to the second"""
     boot: str = ""
-    """of the host's kernel; another one means that the process is gone"""
+    """boot id of the host's kernel; another one means that the process is gone"""
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -40,7 +40,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended; always false for one of another host."""
+        """Return True if the process has certainly ended; always False for another host's."""
         if self.host != socket.gethostname():
             return False
         return self.boot != _boot_id() or not Path(f"/proc/{self.pid}").exists()
@@ -55,7 +55,7 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
     """Hold a folder inside this block. Raises FolderHeld, which names the present holder.
 
     The kernel drops the lock with the process, whatever ends it, and on NFS with its host's lease. A process that is
-    still dying gets `wait_seconds`. Where a file system has no locks, the record alone keeps a second process out.
+    still dying gets `wait_seconds`. On a file system without locks, the record alone keeps a second process out.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,11 +73,11 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
         yield
     finally:
         with contextlib.suppress(OSError):
-            # A lock that was lost is another holder's, whose record is in the file, or in one of the same name.
+            # A lost lock is another holder's, whose record is in the file, or in one of the same name.
             if _is_open_as(descriptor, path) and _recorded(path) == holder:
                 path.unlink()
             if is_new:
-                # A start that was refused leaves no new folder.
+                # A refused start leaves no new folder.
                 folder.rmdir()
         os.close(descriptor)
         if _held_now.get(path) is holder:
@@ -85,12 +85,12 @@ def held(folder: Path, name: str = LOCK_FILE, *, wait_seconds: float = 0.0) -> I
 
 
 def lock_that_was_lost() -> Path | None:
-    """Return the first lock that this process holds by its own account, and another one by that of the file."""
+    """Return the first lock that this process recorded as held, but whose file names another holder."""
     return next((path for path, holder in _held_now.items() if _recorded(path) != holder), None)
 
 
 def is_held(folder: Path, name: str = LOCK_FILE) -> bool:
-    """Whether some process holds the folder now; changes nothing."""
+    """Return True if some process holds the folder now; changes nothing."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -108,7 +108,7 @@ def is_held(folder: Path, name: str = LOCK_FILE) -> bool:
 
 
 def _locked(path: Path) -> int | None:
-    """Return a locked descriptor of the file that has this name, or None where another process has the lock."""
+    """Return a locked descriptor of the file with this name, or None if another process has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _is_open_as(descriptor: int, path: Path) -> bool:
-    """Whether the file still has this name: its folder may have been moved, or its holder may have deleted it."""
+    """Return True if the file still has this name: its folder may have been moved, or the file deleted."""
     return os.path.samestat(os.fstat(descriptor), path.stat())
 
 

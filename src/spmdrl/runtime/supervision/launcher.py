@@ -1,4 +1,4 @@
-"""A rank ends with the torchrun or msrun that started it, however that ends, and torchrun leaves nothing behind."""
+"""The end of a rank with the torchrun or msrun that started it, and the removal of torchrun's leftovers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Have the kernel and the agent of this process end it once its launcher is gone; ends at once where it is already.
+    """Let the kernel and the agent end this process once its launcher is gone; ends at once if it already is.
 
-    Killed by SIGKILL or SIGUSR1, torchrun leaves its ranks running, and msrun by SIGTERM too. Where neither started
-    this process, nothing happens: srun ends its tasks itself, and a job of plain python outlives its shell under nohup.
+    Killed by SIGKILL or SIGUSR1, torchrun leaves its ranks running, and msrun by SIGTERM too. Processes started
+    otherwise aren't affected: srun ends its tasks itself, and a job of plain python outlives its shell under nohup.
     """
     if "TORCHELASTIC_RUN_ID" not in environ and environ.get("MS_ROLE") != "MS_WORKER":
         return
@@ -56,7 +56,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
-    """Remove the folders that torchrun made for this rank in the directory for temporary files, and never removes."""
+    """Remove the temporary folders that torchrun made for this rank, and never removes."""
     folder = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent
     with contextlib.suppress(OSError):
         while any(part.startswith("torchelastic_") for part in folder.parts):
@@ -65,7 +65,7 @@ def remove_empty_folders(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def write_error_file(line: str, code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Write a rank's last line and exit code where torchrun, whose page ends with the line, and scripts find them."""
+    """Write a rank's last line and exit code to the error file that torchrun and scripts read."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -78,7 +78,7 @@ def write_error_file(line: str, code: int, environ: Mapping[str, str] = os.envir
 
 
 def launcher_of(pid: int) -> int | None:
-    """The nearest ancestor that is a known launcher, else a Python program, which may launch by torch's API; or None.
+    """Return the nearest ancestor that is a known launcher, else a Python program, which may use torch's API; or None.
 
     Orphans are adopted by an init process, which is neither.
     """
@@ -91,7 +91,7 @@ def launcher_of(pid: int) -> int | None:
 
 
 def namespace() -> str:
-    """Of process ids, such as `pid:[4026531836]`: a container has one of its own."""
+    """Return the namespace of process ids, such as `pid:[4026531836]`: a container has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -99,7 +99,7 @@ def namespace() -> str:
 
 
 def _store_answers(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher's store, without which no rank can start, is there."""
+    """Return True if the launcher's store, without which no rank can start, is reachable."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     try:
@@ -119,7 +119,7 @@ def _parent(pid: int) -> int:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process of this node, such as R or T; X where it is gone."""
+    """Return the kernel's state letter of a process of this node, such as R or T; X if it is gone."""
     return _status(pid)[0]
 
 

@@ -1,4 +1,4 @@
-"""Place of a rank's main thread: for others to read, and, many times a second, whether it works or waits for others."""
+"""Place of a rank's main thread, for reports and for samples of work and waiting."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _PACKAGE = Path(spmdrl.__file__).parent
 # Every function in them waits for other ranks.
 _WAITING_FILES = ("resources/collectives.py", "parallel/axis_collectives.py", "transport/exchange.py")
 _TORCHS = "torch/distributed/"
-# Around PyTorch's own.
+# Wrappers of PyTorch's own.
 _DECORATORS = ("torch/distributed/c10d_logger.py",)
 _DEBUGGERS = ("pdb.py", "bdb.py")
 # A large file or a compilation takes long, and nothing is counted meanwhile.
 _LONG_STAGES = ("checkpoint", "keep_rollouts")
 _PATIENCE = 3.0
 _LOOK_SECONDS = 0.05
-# Of what was seen in earlier steps, in which a short stage may have passed unseen.
+# Share of observations in earlier steps, in which a short stage may have passed unseen.
 _KEPT = 0.7
 
 
 def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
-    """What this rank is at, by its counters and the stack of its main thread."""
+    """Return this rank's state, from its counters and the stack of its main thread."""
     stack = _main_stack()
     collective = _collective_of(stack)
     doing = [f"at {_place_of(stack)}", *_what_is_open(), *_counts()]
@@ -46,12 +46,12 @@ def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
 
 
 def waits_for_others() -> bool:
-    """Whether the main thread is inside a collective; cheap enough to be asked many times a second."""
+    """Return True if the main thread is inside a collective; cheap enough for frequent sampling."""
     return bool(_collective_of(_main_frames()))
 
 
 def is_debugged() -> bool:
-    """Whether a debugger has stopped the main thread."""
+    """Return True if a debugger has stopped the main thread."""
     return any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _main_stack())
 
 
@@ -68,7 +68,7 @@ def _main_frames() -> Iterator[FrameType]:
 
 
 def _collective_of(stack: Iterable[FrameType]) -> str:
-    """Return the collective that these frames are inside of, or nothing."""
+    """Return the collective that these frames are inside of, or an empty text."""
     found = ""
     for number, frame in enumerate(stack):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -91,20 +91,20 @@ def _only_waits(path: str) -> bool:
 
 @cache
 def _is_own(path: str) -> bool:
-    """Whether a file is one of this package."""
+    """Return True for a file of this package."""
     return _PACKAGE in Path(path).parents
 
 
 @cache
 def _waiting_lines(path: str) -> frozenset[int]:
-    """The numbers of a file's lines that end with a wait. Its text isn't kept, or memory would grow file by file."""
+    """Return the line numbers that end with a wait. The file's text isn't kept, since memory would grow by file."""
     lines = linecache.getlines(path)
     linecache.cache.pop(path, None)
     return frozenset(number for number, line in enumerate(lines, 1) if line.rstrip().endswith(".wait()"))
 
 
 def _place_of(stack: Sequence[FrameType]) -> str:
-    """The innermost line of this package that isn't of the files that only wait; else the innermost line of all."""
+    """Return the innermost line of this package outside of files that only wait; else the innermost of all."""
     own = [frame for frame in stack if _is_own(frame.f_code.co_filename)]
     callers = [frame for frame in own if not frame.f_code.co_filename.endswith(_WAITING_FILES)] or own or stack
     if not callers:
@@ -125,23 +125,23 @@ def _counts() -> list[str]:
 
 @dataclass
 class _Seen:
-    """Number of looks at the main thread in a stage, and of those in which it worked."""
+    """Number of samples of the main thread in a stage, and of those in which it worked."""
 
     num_looks: float = 0.0
     num_working: float = 0.0
 
 
 class WorkSampler:
-    """Has the agent look at the main thread of this process some times a second.
+    """Samples the main thread of this process some times a second, by the agent.
 
-    What a device waits for inside a pass counts as work: there, ranks that wait look as busy as those that work.
+    A device's waiting inside a pass counts as work: there, waiting ranks look as busy as working ones.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
     def running(self) -> AbstractContextManager[None]:
-        """Look within the block."""
+        """Sample within the block."""
         return agent.doing(Duty(self._look, _LOOK_SECONDS))
 
     def working_seconds(self, stage_seconds: Mapping[str, float]) -> dict[str, float]:
@@ -161,4 +161,4 @@ class WorkSampler:
 
 
 work_sampler = WorkSampler()
-"""that of this process"""
+"""sampler of this process"""

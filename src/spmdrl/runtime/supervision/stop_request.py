@@ -1,4 +1,4 @@
-"""Requests to stop, which make a run save and leave: signals, a time limit, or a request that another rank got.
+"""Requests to stop, which make a run save and end: signals, a time limit, or another rank's request.
 
 importing --verb begins--> setting up --first step--> running
 ends at once               raises Stopped             only noted: ranks agree where they communicate anyway
@@ -23,15 +23,15 @@ from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.agent import Duty, agent
 
 STOPPED = 75
-"""the exit code of a run that was stopped on request and goes on when it is started again (EX_TEMPFAIL)"""
+"""exit code of a run that was stopped on request and resumes when it is restarted (EX_TEMPFAIL)"""
 UNSAVED = 74
-"""the exit code of a run that trained more than it could save (EX_IOERR), so that nothing should start it again"""
+"""exit code of a run that trained more than it could save (EX_IOERR), so that it must not be restarted"""
 INTERRUPTED = 130
-"""the exit code of a run that Ctrl-C stopped, as a shell counts it"""
+"""exit code of a run that Ctrl-C stopped, by the shells' convention"""
 ENDED_TOGETHER = (STOPPED, UNSAVED, INTERRUPTED)
-"""the exit codes of ranks that agreed to end, after which none is to be started again by its launcher"""
-# By signal, the handlers that a request takes the place of. SIGHUP stays ignored under nohup, and Ctrl-C in what a
-# shell starts in the background; under a debugger it has another handler.
+"""exit codes of ranks that agreed to end, after which a launcher must not restart any"""
+# Handlers by signal that a request replaces. SIGHUP stays ignored under nohup, and Ctrl-C in a shell's background jobs;
+# under a debugger it has another handler.
 _REPLACED: dict[int, tuple[object, ...]] = {
     signal.SIGTERM: (signal.SIG_DFL, signal.SIG_IGN),
     signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN),
@@ -40,28 +40,28 @@ _REPLACED: dict[int, tuple[object, ...]] = {
 }
 SIGNALS = tuple(_REPLACED)
 _CTRL_C = "Ctrl-C"
-# A signal that a launcher forwards arrives twice where the sender reached all processes.
+# A signal that a launcher forwards arrives twice if the sender reached all processes.
 _TWICE_SECONDS = 1.0
-# In which a rank that is set up leaves by itself: its main thread may wait in C++, where no handler of Python runs.
-# Launchers kill after 30 s.
+# Time in which a rank that is set up leaves by itself: its main thread may wait in C++, where no handler of Python
+# runs. Launchers kill after 30 s.
 _LEAVING_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
-# Whose handler the main thread runs where another thread has found the request.
+# Signal whose handler the main thread runs if another thread has found the request.
 _FORWARDED = signal.SIGUSR1
 
 Phase = Literal["importing", "setting up", "leaving", "running", "ending"]
 
 
 class Stopped(BaseException):
-    """The run ends because it was asked to, or with more than it could save; the text has how it goes on."""
+    """The run ends on request, or with more than it could save; the text explains how to continue."""
 
     def __init__(self, reason: str, text: str, *, is_agreed: bool, code: int | None = None):
-        """`code` is the exit code where that isn't the one of the request."""
+        """`code` is the exit code if it differs from the request's."""
         super().__init__(text)
         self.reason = reason
         self.code = code_of_stop(reason) if code is None else code
         self.is_agreed = is_agreed
-        """whether all ranks end at the same place, so that none has to learn it from another"""
+        """true if all ranks end at the same place, so that none has to learn it from another"""
 
 
 def code_of_stop(reason: str) -> int:
@@ -70,7 +70,7 @@ def code_of_stop(reason: str) -> int:
 
 
 def stop_words(reason: str) -> str:
-    """Beginning of a line about such a run."""
+    """Return the beginning of a line about such a run."""
     return "interrupted" if reason.startswith(_CTRL_C) else f"stopped by {reason}"
 
 
@@ -79,7 +79,7 @@ def _reason_of(number: int) -> str:
 
 
 class StopAgreed(Exception):
-    """All ranks are to stop, at a place where the present step has changed nothing that is trained."""
+    """All ranks must stop, at a place where the present step has changed nothing that is trained."""
 
     def __init__(self, reason: str):
         super().__init__(f"stopped by {reason}")
@@ -87,23 +87,23 @@ class StopAgreed(Exception):
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what."""
+    """State of a request to stop this process, and its reason."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """such as SIGTERM or Ctrl-C; None while nobody asked"""
+        """such as SIGTERM or Ctrl-C; None without a request"""
         self.is_handled = False
-        """whether signals are noted"""
+        """true while signals are recorded"""
         self.phase: Phase = "importing"
         self._is_main = False
         self._ours: frozenset[int] = frozenset()
         self._came: dict[int, float] = {}
         self._asked_at = math.inf
-        """when a signal came while this rank was set up"""
+        """time of a signal during set-up"""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this rank was asked before the first step, so that it leaves without an agreement."""
+        """True if this rank was asked before the first step, so that it leaves without an agreement."""
         return self.reason is not None and self.phase in ("setting up", "leaving")
 
     def note(self, reason: str) -> None:
@@ -112,7 +112,7 @@ class StopRequest:
 
     @contextmanager
     def handling_signals(self, rank: int) -> Iterator[None]:
-        """Within the block SIGNALS are requests; the same one a second time ends the process at once."""
+        """Handle SIGNALS as requests within the block; a repeated one ends the process at once."""
         self._is_main = rank == 0
         self.phase = "importing"
         self.reason = None
@@ -131,7 +131,7 @@ class StopRequest:
 
     @contextmanager
     def _leaving_in_time(self) -> Iterator[None]:
-        """Within the block the agent learns of signals at once, and ends a rank that is set up and doesn't leave."""
+        """Within the block, watch for signals by the agent, and end a rank that doesn't leave its set-up in time."""
         received, sent = socket.socketpair()
         sent.setblocking(False)
         self._asked_at = math.inf
@@ -170,24 +170,24 @@ class StopRequest:
             self.raise_stopped()
 
     def begin_leaving(self) -> None:
-        """From here on requests don't raise in the middle of what follows a failure of the start-up."""
+        """Stop raising on requests, which would interrupt the handling of a failed start-up."""
         if self.phase == "setting up":
             self.phase = "leaving"
 
     def begin_set_up(self) -> None:
-        """From here on requests raise Stopped; so does one that has come already."""
+        """Raise Stopped on requests from here on, and for one that has already come."""
         self.phase = "setting up"
         if self.reason is not None and self.is_handled:
             self.raise_stopped()
 
     def end_by_signal(self) -> None:
-        """End this process by SIGTERM, as a launcher wants that ends the ranks which are left; else do nothing."""
+        """End this process by SIGTERM, as a launcher expects that ends the remaining ranks; else do nothing."""
         if self.reason == signal.SIGTERM.name:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def note_from_afar(self, reason: str) -> None:
-        """As `note`, from another thread; the main thread raises Stopped where it would for a signal."""
+        """Record a request from another thread; the main thread raises Stopped as for a signal."""
         self.note(reason)
         if self.phase == "setting up" and self.is_handled:
             _thread.interrupt_main(_FORWARDED)
@@ -205,7 +205,7 @@ class StopRequest:
 
 
 request = StopRequest()
-"""that of this process, as its signals are"""
+"""request of this process, like its signals"""
 
 
 def _forget_wakeup() -> None:
@@ -218,5 +218,5 @@ os.register_at_fork(after_in_child=_forget_wakeup)
 
 
 def stop_reason() -> str | None:
-    """What asked this process to stop, or None. Ranks may have different answers until they agree."""
+    """Return the reason of a request to stop, or None. Ranks may differ until they agree."""
     return request.reason

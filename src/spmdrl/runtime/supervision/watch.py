@@ -1,7 +1,7 @@
-"""The watch of a rank: duties of the agent that publish what it is at, and end it where the job stands still.
+"""The watch of a rank: duties of the agent that publish its state, and end it if the job hangs.
 
-The agent never waits for the store, which may not answer: short threads exchange lines with it. The last resort is C's
-timer of `faulthandler`: it writes stacks and ends a process in which no thread of Python runs.
+The agent never waits for the store, which may be unresponsive: short threads exchange lines with it. The last resort is
+C's timer of `faulthandler`: it writes stacks and ends a process in which no Python thread runs.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from spmdrl.runtime.supervision.main_thread import is_debugged, state_of_this
 from spmdrl.runtime.supervision.stop_request import request
 
 _LINE, _WRITTEN = "line/", "hang/written"
-# Twice a second, or in shorter limits so often; beyond so many ranks less often, as all of them ask rank 0.
+# Twice a second, more often with short limits, and less often with many ranks, as all of them poll rank 0.
 _LOOK_SECONDS, _RANKS_PER_LOOK = 0.5, 500
 _LOOKS_PER_LIMIT = 20
 _LONGEST_SLACK_SECONDS = 10.0
-# In which the others write their stacks: with rank 0 the store ends, and the launcher stops those that still run.
+# Time in which the others write their stacks: with rank 0 the store ends, and the launcher stops the remaining ranks.
 _OTHERS_SECONDS = 5.0
-# In which the main rank may write the report of the run.
+# Time in which the main rank may write the report of the run.
 _REPORT_SECONDS = 5.0
 # For the last line of a rank that leaves.
 _LEAVING_SECONDS = 1.0
-# For which a rank may wait for others after one has failed: connections end sooner, but not those between devices.
+# Time for which a rank may wait for others after one has failed: connections end sooner, except between devices.
 _SURVIVOR_SECONDS = 20.0
 
 OnHang = Callable[[str, Path | None], None]
-"""Shows and records the line about a hang, and where this rank's stacks are."""
+"""Shows and records the line about a hang, and the path of this rank's stacks."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Deadline:
     """Time at which a job stops by itself."""
 
     time: float
-    """by `time.time`"""
+    """in terms of `time.time`"""
     reason: str
 
 
@@ -65,9 +65,9 @@ class WatchConfig:
     rank: int
     size: int
     limit_seconds: float = 0.0
-    """for which a rank may make no progress; 0: for ever"""
+    """longest time without progress; 0: for ever"""
     folder: Path = Path()
-    """the run's"""
+    """the run's folder"""
     ranks_per_node: int = 0
     """0 in a job of one node"""
     host: str = ""
@@ -76,12 +76,12 @@ class WatchConfig:
 
     @property
     def is_first_of_node(self) -> bool:
-        """True for the rank that shows, on a node that rank 0 isn't on, what ends the job."""
+        """True for the rank that shows a job's end on a node without rank 0."""
         return self.ranks_per_node > 0 and self.rank % self.ranks_per_node == 0
 
     @property
     def look_seconds(self) -> float:
-        """Between two lines of a rank: much less than rank 0 waits for one."""
+        """Interval between a rank's lines: much shorter than rank 0 waits for one."""
         seconds = max(_LOOK_SECONDS, _LOOK_SECONDS * self.size / _RANKS_PER_LOOK)
         return min(seconds, self.limit_seconds / _LOOKS_PER_LIMIT) if self.limit_seconds else seconds
 
@@ -90,13 +90,13 @@ class WatchConfig:
         return min(self.limit_seconds / _LOOKS_PER_LIMIT, _LONGEST_SLACK_SECONDS)
 
     def suspended_seconds(self, since_last_seconds: float) -> float:
-        """Time for which this process was suspended, if the agent came back after so long."""
+        """Return the time for which this process was suspended, by the seconds since the agent's last run."""
         seconds = since_last_seconds - self.look_seconds
         return seconds if seconds > max(1.0, self.limit_seconds / 4) else 0.0
 
 
 class Lines:
-    """Lines of ranks in the job's store: all of them for rank 0, that of rank 0 for the others."""
+    """Lines of ranks in the job's store: all of them for rank 0, rank 0's for the others."""
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._store = store
@@ -113,7 +113,7 @@ class Lines:
         """False once the store has ended, with rank 0"""
 
     def exchange(self, own: Line, *, wait_seconds: float = 0.0) -> None:
-        """Publish this rank's line and read others', unless the exchange before is still under way."""
+        """Publish this rank's line and read others', unless the previous exchange is still running."""
         if self._exchange is not None:
             self._exchange.join(wait_seconds)
         if self.has_store and (self._exchange is None or not self._exchange.is_alive()):
@@ -126,7 +126,7 @@ class Lines:
             self._store.set(f"{_LINE}{self._rank}", own.to_json())
             self._read()
         except RuntimeError:
-            # What waits for it fails by itself.
+            # Its clients fail by themselves.
             self.has_store = False
 
     def _read(self) -> None:
@@ -142,13 +142,13 @@ class Lines:
                 self.newest[rank] = Line.from_json(text.decode())
 
     def forgive(self, seconds: float) -> None:
-        """Count no rank as silent for a time in which this process stood still."""
+        """Exclude a time of suspension from all ranks' silence."""
         for rank in list(self._came):
             self._came[rank] += seconds
 
     def silent(self) -> dict[int, float]:
-        """By rank, for how many seconds no new line came."""
-        # Rank 0 has the store; to the others it is silent too where the store doesn't answer.
+        """Return the seconds without a new line by rank."""
+        # Rank 0 has the store; to the others it is silent too if the store is unresponsive.
         now = self._read_at if self._rank == 0 else time.monotonic()
         came, newest = self._came.copy(), self.newest.copy()
         gone = {rank for rank, line in newest.items() if line.has_left or (line.state is None and self._rank == 0)}
@@ -172,14 +172,14 @@ class Watch:
         self._progressed_at = self._looked_at = time.monotonic()
         self._armed_at = -math.inf
         self._failed_at = math.inf
-        """when a failure of some rank was first known here"""
+        """time at which a rank's failure was first known here"""
         self._num_lines = 0
         self._stacks: TextIO | None = None
         self._has_ended = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch within the block. An end that has passed already is known before its first step."""
+        """Watch within the block. A deadline that has passed already is known before its first step."""
         self._look_at_clock()
         try:
             with agent.doing(Duty(self._look, self._config.look_seconds)):
@@ -219,7 +219,7 @@ class Watch:
             request.note(deadline.reason)
 
     def _note_progress(self) -> None:
-        """Note whether this rank has got on; a time in which the process was suspended doesn't count."""
+        """Record this rank's progress; a time of suspension doesn't count."""
         now = time.monotonic()
         suspended = self._config.suspended_seconds(now - self._looked_at)
         self._progressed_at += suspended
@@ -244,7 +244,7 @@ class Watch:
     # C's timer
 
     def _arm(self, state: RankState) -> None:
-        """Have C's timer end this process, should the agent not come here again in time."""
+        """Arm C's timer to end this process if the agent doesn't return in time."""
         config, now = self._config, time.monotonic()
         is_due = config.limit_seconds > 0 and now - self._armed_at >= config.slack_seconds
         if not is_due or (stacks := self._open_stacks()) is None:
@@ -276,7 +276,7 @@ class Watch:
     # The end
 
     def _end_hung(self, board: Board, hang: Hang) -> None:
-        """End this rank by a hang that it found, or that rank 0 published."""
+        """End this rank because of a hang that it found, or that rank 0 published."""
         config, own, limit = self._config, board.own, board.limit_seconds
         if hang.line:
             # Launchers of different nodes have screens of their own.
@@ -303,7 +303,7 @@ class Watch:
     def _end(self, line: str, *, shows: bool, has_store: bool = True) -> None:
         """Write this rank's stacks and end the process, whatever its main thread does."""
         faulthandler.cancel_dump_traceback_later()
-        # A file system over the network may never answer where a link is down.
+        # A network file system may never respond if a link is down.
         _in_time(_REPORT_SECONDS, lambda: self._report(line, shows))
         if self._store is not None:
             _in_time(3 * _OTHERS_SECONDS, lambda: self._end_together(has_store))
@@ -324,14 +324,14 @@ class Watch:
             self._on_hang(line, written)
 
     def _waits_in_vain(self) -> bool:
-        """True if this rank waits for calls, none of which got an answer for too long."""
+        """Return True if this rank waits for calls that have been without results for too long."""
         state = state_of_this(self._config.rank, time.monotonic() - self._progressed_at)
         return activity.calls is not None and bool(culprits([state], {}, self._config.limit_seconds))
 
     def _end_together(self, has_store: bool) -> None:
-        """Note that this rank's stacks are written; on rank 0, wait for those that the others write.
+        """Record that this rank's stacks are written; on rank 0, wait for the others' stacks.
 
-        The end of a rank closes connections, at which others would fail that haven't found the verdict yet.
+        The end of a rank closes connections, and others that haven't read the verdict yet would fail at these.
         """
         config, store = self._config, self._store
         if store is None or not has_store:
@@ -348,7 +348,7 @@ class Watch:
 
 
 def _in_time(seconds: float, work: Callable[[], None]) -> None:
-    """Do what may never end, for so long."""
+    """Run work that may never end, for at most this long."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
