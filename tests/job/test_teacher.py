@@ -173,7 +173,7 @@ def test_a_prompt_that_the_teacher_can_not_see_is_refused(tmp_path):
         assert job.returncode == 2 and "Traceback" not in job.stderr
         return job.stderr
 
-    assert "which is no prompt; its columns are" in refused("teacher.prompt_column=solution")
+    assert "which isn't a prompt; its columns are" in refused("teacher.prompt_column=solution")
     assert "positions for 1 to 5" in refused("teacher.prompt_column=hint", "rollout.max_completion_length=27")
     assert "teacher has neither path nor prompt_column" in refused("teacher={}")
 

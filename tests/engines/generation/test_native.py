@@ -235,7 +235,7 @@ def test_wrong_weights_are_refused():
     engine = make_engine(RolloutConfig())
     with pytest.raises(ValueError, match=r"weight lm_head.weight of shape \(2, 2\)"):
         engine.load_weights([("lm_head.weight", torch.zeros(2, 2))])
-    with pytest.raises(ValueError, match="weights weren't given, such as model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match="weights are missing, such as model.embed_tokens.weight"):
         engine.load_weights([])
 
 

@@ -32,7 +32,7 @@ class Credit(Protocol):
 
 
 class AdvantageStage:
-    """Every rank selects from all rows and credits them, alike, and stores the advantages of the rows it took.
+    """Selects from all rows and credits them, identically on every rank; stores the advantages of this rank's rows.
 
     Collective: every rank calls it once per step. Columns that the algorithm reads are gathered on every rank.
     """
@@ -45,7 +45,7 @@ class AdvantageStage:
         self._record = record
 
     def __call__(self, samples: Samples, credit: Credit) -> Mapping[str, float]:
-        """Returns the keys of the algorithm that change with the next step."""
+        """Return the algorithm's keys that change with the next step."""
         batch = samples.take(self.state)
         own = credit_inputs(batch, sorted(credit.columns_for_credit()), samples.group_size, self.settings)
         rows, inputs = of_all_ranks(replace(own, step=samples.step))
@@ -69,34 +69,34 @@ class AdvantageStage:
         return credit.adapted(inputs)
 
     def _count(self, before: Mapping[str, int], now: Mapping[str, int]) -> None:
-        """Record how many rows were dropped, by generation before and now."""
+        """Record the numbers of rows dropped now, and `before` by generation."""
         for reason in {**now, **before}:
             self.recorder.alike(f"select/{reason}", now.get(reason, 0) + before.get(reason, 0))
         self.recorder.alike("select/dropped_rows", sum(now.values()) + sum(before.values()))
 
     def _report(self, rewards_B: Tensor, groups_B: Tensor) -> None:
-        """The same numbers on every rank: recorded as means, they stay what they are."""
+        """Report rewards, equal on every rank, so that means over ranks don't change them."""
         usable = rewards_B[~rewards_B.isnan()].double()
         if usable.numel():
             self.recorder.mean("reward", float(usable.mean()))
             self.recorder.mean("reward_std", float(usable.std()) if usable.numel() > 1 else 0.0)
             for percent in (10, 90):
-                with np.errstate(invalid="ignore"):  # a reward beyond float32 is infinite, and warned of by the run
+                with np.errstate(invalid="ignore"):  # a reward beyond float32 is infinite; the run warns of it
                     self.recorder.mean(f"reward_p{percent}", float(np.percentile(usable.numpy(), percent)))
         self.recorder.mean("frac_reward_zero_std", share_without_signal(rewards_B, groups_B))
 
 
 def is_left(left_out: Mapping[str, Tensor], num_rows: int) -> Tensor:
-    """Which rows [num_rows] no reason leaves out."""
+    """Return True for each row [num_rows] that no reason excludes."""
     return ~torch.stack([torch.zeros(num_rows, dtype=torch.bool), *left_out.values()]).any(0)
 
 
 def drop_left_out(
     samples: Samples, left_out: Mapping[str, Tensor], rows: Tensor, own_rows: Tensor
 ) -> Mapping[str, int]:
-    """Drop those of this rank's rows that are left out of all `rows`; returns how many of all are, by the reason."""
+    """Drop this rank's rows that are excluded from all `rows`; returns the numbers over all rows, by reason."""
     is_kept, counts = torch.ones(len(rows), dtype=torch.bool), dict[str, int]()
-    # A row has one reason, the first in the alphabet, as in the dock's accounts.
+    # A row has one reason, the alphabetically first, as in the dock's accounts.
     for reason, is_left_out in sorted(left_out.items()):
         dropped = rows[is_left_out & is_kept]
         is_kept &= ~is_left_out
@@ -106,7 +106,7 @@ def drop_left_out(
 
 
 def _rewards_of_step(samples: Samples, rows: Tensor, inputs: CreditInputs) -> tuple[Tensor, Tensor]:
-    """Rewards and groups of all rows that were rewarded, beside `rows` of those that generation dropped. Collective."""
+    """Return rewards and groups of all rewarded rows, including those that generation dropped. Collective."""
     if not samples.rows.num_dropped:
         return inputs.rewards_B, inputs.groups_B
     dropped = samples.read_dropped(["reward"])
@@ -117,7 +117,7 @@ def _rewards_of_step(samples: Samples, rows: Tensor, inputs: CreditInputs) -> tu
 
 
 def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
-    """The fraction of groups whose usable rewards are all equal, which teach a group-relative algorithm nothing."""
+    """Return the fraction of groups with equal usable rewards, which have no signal for group-relative algorithms."""
     members, group_B = groups_B.unique(return_inverse=True)
     if members.numel() == 0:
         return 0.0
@@ -128,7 +128,7 @@ def share_without_signal(rewards_B: Tensor, groups_B: Tensor) -> float:
 
 
 def of_all_ranks(own: CreditInputs) -> tuple[Tensor, CreditInputs]:
-    """All ranks' rows, ascending, and what they are credited by. Collective."""
+    """Return all ranks' rows, ascending, and their inputs for credit. Collective."""
     sent = [own.columns.rows, own.rewards_B, own.groups_B, own.lengths_B]
     for name in own.columns.names:
         is_ragged = own.columns.is_ragged(name)
@@ -151,7 +151,7 @@ def _gathered(values: Tensor) -> Tensor:
 
 
 def _advantages(own: Batch, rows: Tensor, inputs: CreditInputs, credit: Credit) -> Batch:
-    """This rank's part of the advantages of all `rows`, one per response token."""
+    """Return this rank's part of the advantages of all `rows`, one per response token."""
     credited, num_tokens = credit.advantages(inputs), int(inputs.lengths_B.sum())
     assert len(credited) in (len(rows), num_tokens), (len(credited), len(rows), num_tokens)
     positions, model_tokens = torch.searchsorted(rows, own.rows), ModelTokens.of(own)

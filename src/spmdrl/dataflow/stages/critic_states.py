@@ -1,4 +1,4 @@
-"""The critic's states: what each response token is followed by, and the update that draws values to it.
+"""The critic's states: the returns of response tokens, and the update that fits values to them.
 
 Shape letters: `R` packed response tokens that the model wrote.
 """
@@ -31,7 +31,7 @@ class Rewarding(Protocol):
 
 
 class ReturnsStage:
-    """Puts the return of each token of the rows that this rank took. Collective: every rank calls it once per step."""
+    """Puts the returns of the tokens of this rank's rows. Collective: every rank calls it once per step."""
 
     state = WorkerState.RETURNS
 
@@ -47,7 +47,7 @@ class ReturnsStage:
         ends_B = inputs.columns.dense(END_VALUE) if self.config.bootstraps else None
         rewards_R, gamma, lam = rewarding.token_rewards(inputs), self.config.gamma, self.config.lam
         returns_R = lambda_returns(rewards_R, values_R, inputs.lengths_B, gamma=gamma, lam=lam, end_values_B=ends_B)
-        # The returns of a row without a reward are NaN; the advantage state, which may wait for them, drops it.
+        # Returns of a row without a reward are NaN; the advantage state, which may wait for them, drops the row.
         out = Batch(batch.rows)
         out.put_ragged("returns", ModelTokens.of(batch).spread(returns_R.float()), batch.offsets("response_ids"))
         samples.put(self.state, out)
@@ -58,12 +58,11 @@ def lambda_returns(
     rewards_R: Tensor, values_R: Tensor | None, lengths_B: Tensor, *,
     gamma: float, lam: float, end_values_B: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The lambda-return of each token [R], in float64 (Sutton and Barto, Eq. 12.3, in its recursive form).
+    """Return the lambda-return of each token [R], in float64 (Sutton and Barto, Eq. 12.3, in its recursive form).
 
-    G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}); behind a row's last token both are `end_values_B`, or 0. With
-    lam 1 it is the
-    Monte-Carlo return, which needs no values. G - V is the generalized advantage estimate (arXiv:1506.02438, Eq. 16).
-    The next token is the next that the model wrote: what an environment wrote in between counts for nothing.
+    G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}); after a row's last token both are `end_values_B`, or 0. With
+    lam 1 it is the Monte-Carlo return, which needs no values. G - V is the generalized advantage estimate
+    (arXiv:1506.02438, Eq. 16). The next token is the model's next: tokens of an environment in between don't count.
     """
     returns_R, ends_B = torch.empty_like(rewards_R, dtype=torch.float64), lengths_B.cumsum(0)
     ends = torch.zeros(len(lengths_B)) if end_values_B is None else end_values_B
@@ -79,7 +78,7 @@ def lambda_returns(
 
 
 class CriticUpdateStage:
-    """Trains the critic on the rows that the policy is trained on. Collective: every rank calls it once per step."""
+    """Trains the critic on the policy's rows. Collective: every rank calls it once per step."""
 
     state = WorkerState.CRITIC_UPDATE
 
@@ -90,7 +89,7 @@ class CriticUpdateStage:
         self.recorder = recorder
 
     def __call__(self, samples: Samples) -> None:
-        # Rows wait for their advantages, since those that get none are dropped; the critic itself needs none.
+        # Rows wait for their advantages, since rows without any are dropped; the critic itself needs none.
         batch = samples.take(self.state, samples.rows.reads(self.state) - {"advantages"})
         rows, copies_B = token_rows(batch, self.engine.config, ("values", "returns", COPIES)), copies_of(batch)
         self._report_fit(rows, copies_B)
@@ -102,7 +101,7 @@ class CriticUpdateStage:
         samples.commit(self.state)
 
     def _one_update(self, rows: TokenRows, copies_B: Tensor) -> None:
-        """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
+        """Make one optimizer step, unless every row of this part was dropped, on all ranks alike."""
         (num_tokens,) = self.engine.sum_over_rows([int((rows.response_offsets.diff() * copies_B).sum())])
         if num_tokens == 0:
             self.recorder.alike("critic/skipped", 1)
@@ -114,7 +113,7 @@ class CriticUpdateStage:
         self.recorder.alike("critic/skipped", result.skipped)
 
     def _report_fit(self, rows: TokenRows, copies_B: Tensor) -> None:
-        """How well the values before the update fit the returns. Collective over the data axes."""
+        """Report how well the values before the update fit the returns. Collective over the data axes."""
         copies_R = copies_B.repeat_interleave(rows.response_offsets.diff())
         values_R, returns_R = (rows.response[name].repeat_interleave(copies_R) for name in ("values", "returns"))
         explained = explained_variance(values_R, returns_R, self.engine.mesh.data.sum)
@@ -124,13 +123,13 @@ class CriticUpdateStage:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """0.5 * max((V - R)^2, (V_clipped - R)^2), a mean over all tokens of one optimizer step (PPO, arXiv:1707.06347).
+    """0.5 * max((V - R)^2, (V_clipped - R)^2), averaged over all tokens of an optimizer step (PPO, arXiv:1707.06347).
 
-    V_clipped is V, but within `clip` of the value before the update.
+    V_clipped is V, clipped to `clip` around the value before the update.
     """
 
     num_tokens: int
-    """of the optimizer step, on all ranks together"""
+    """number of tokens of the optimizer step, on all ranks together"""
     clip: float | None
 
     def __call__(self, values_R: Tensor, micro: MicroBatch) -> LossTerms:
@@ -145,14 +144,14 @@ class ValueLoss:
 
 
 def explained_variance(values_R: Tensor, returns_R: Tensor, over_ranks: Callable[[Tensor], Tensor]) -> float | None:
-    """1 - Var(R - V) / Var(R) over the tokens of all ranks, in float64; None where all returns are the same.
+    """Return 1 - Var(R - V) / Var(R) over all ranks' tokens, in float64; None if all returns are equal.
 
-    `over_ranks` adds up a tensor over the ranks that have other rows.
+    `over_ranks` sums a tensor over the ranks with other rows.
     """
     returns_R = returns_R.double()
     both_2R = torch.stack((returns_R, returns_R - values_R.double()))
     sums = over_ranks(torch.cat((both_2R.sum(1), torch.tensor([both_2R.shape[1]]))))
     num_tokens, means = float(sums[2]), sums[:2] / sums[2]
     of_returns, of_errors = over_ranks(((both_2R - means[:, None]) ** 2).sum(1)).tolist()
-    # What rounding leaves of equal returns is no variance.
+    # Rounding errors of equal returns are no variance.
     return 1 - of_errors / of_returns if of_returns > num_tokens * (1e-12 * float(means[0])) ** 2 else None

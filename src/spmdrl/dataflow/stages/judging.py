@@ -1,4 +1,4 @@
-"""The judge's state: a frozen model writes a verdict on each response, and a number is read from it."""
+"""The judge's state: a frozen model writes a verdict on each response, and a number is parsed from it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from spmdrl.resources.mesh import GenerationMesh
 
 @dataclass(frozen=True)
 class Judge:
-    """A frozen model that is asked for numbers."""
+    """A frozen model that rates responses by numbers."""
 
     config: JudgeConfig
     generator: FrozenGenerator
     mesh: GenerationMesh
-    """the ranks that hold it together, which are asked the same"""
+    """ranks that hold it together and get the same questions"""
     renderer: Renderer
-    """by the judge's own chat template, where it has one"""
+    """with the judge's own chat template, if it has one"""
     decoder: DecoderConfig
 
     def scores(self, questions: Sequence[str], recorder: Recorder) -> list[float | None]:
-        """The number of each verdict; None without one, counted as unread, and for questions that can't be asked.
+        """Return each verdict's number; None without one, counted as unread, and for questions that can't be asked.
 
         Collective over the ranks that hold the judge, or share its experts.
         """
@@ -53,7 +53,7 @@ class Judge:
         return [scores.get(row) for row in range(len(questions))]
 
     def _requests(self, questions: Sequence[str]) -> list[Request]:
-        """The questions that the judge has positions and tokens for."""
+        """Return requests for the questions that fit the judge's positions and tokens."""
         sampling = SamplingParams(
             temperature=0.0, max_tokens=self.config.max_tokens, stop_token_ids=self.renderer.tokenizer.stop_token_ids
         )
@@ -71,7 +71,7 @@ class Judge:
 
 
 class JudgeStage:
-    """Judges the share of this rank's judge of the responses. Collective: every rank calls it once per step."""
+    """Judges this rank's share of the responses. Collective: every rank calls it once per step."""
 
     state = WorkerState.JUDGE
 
@@ -100,7 +100,7 @@ class JudgeStage:
 
 
 def text_of(prompt: Prompt) -> str:
-    """The prompt as the row holds it, without a template's tokens; messages one after another, each with its role."""
+    """Return a row's prompt without a template's tokens; messages one after another, each with its role."""
     if isinstance(prompt.original, str):
         return prompt.original
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.original)

@@ -1,7 +1,7 @@
-"""Prompts whose rewards or tools wedged or killed a worker twice: kept in a file of the run, and not tried again.
+"""Prompts whose rewards or tools hung or killed a worker twice: recorded in a file of the run, and not tried again.
 
-Each strike is a line of `quarantine.jsonl`. A step that is done again after a restart doesn't count twice, unless a
-call of it had no answer until the watchdog ended the job.
+Each strike is a line of `quarantine.jsonl`. A step that is repeated after a restart doesn't count twice, unless one of
+its calls was pending when the watchdog ended the job.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAX_TEXT = 2000
 
 
 class Quarantine:
-    """The strikes of all ranks. Collective: the constructor reads the file, after which all ranks refuse alike."""
+    """Strikes of all ranks. Collective: the constructor reads the file, so that all ranks refuse the same."""
 
     def __init__(self, strikes: Strikes, folder: Path, *, is_main: bool, start_step: int):
         self.strikes = strikes
         self._writer = JsonlWriter(folder / QUARANTINE_FILE) if is_main else None
         if self._writer is not None:
-            # A file of its own: a job that lost the folder, and goes on, has the one before.
+            # A file of its own: a job that lost the folder, and still runs, has the previous one.
             self._writer.truncate_after(sys.maxsize)
         known = json.dumps(_counts(folder / QUARANTINE_FILE, start_step)).encode() if is_main else None
         self._counts = Counter(json.loads(broadcast_bytes(known)))
@@ -42,7 +42,7 @@ class Quarantine:
         activity.on_wedged = partial(_write_wedged, folder / QUARANTINE_FILE, strikes)
 
     def exchange(self, step: int) -> None:
-        """Share strikes since the last time, and write them down. Collective over all ranks."""
+        """Share new strikes, and write them down. Collective over all ranks."""
         own = [
             {"prompt": one.subject.name, "reason": one.reason[:_MAX_TEXT], "text": one.subject.text[:_MAX_TEXT]}
             for one in self.strikes.take_new()
@@ -60,9 +60,9 @@ class Quarantine:
 
 
 def _write_wedged(path: Path, strikes: Strikes, reason: str) -> None:
-    """Write a strike for each of this rank's calls that are under way, from another thread and as the job ends.
+    """Write a strike for each of this rank's pending calls, from another thread and as the job ends.
 
-    Other ranks may do so at the same time: the lines are added in one piece.
+    Other ranks may do so at the same time: the lines are appended at once.
     """
     about = {"step": activity.step, "quarantined": False, "ended_job": True, "reason": reason[:_MAX_TEXT]}
     lines = [{**about, "prompt": one.name, "text": one.text[:_MAX_TEXT]} for one in strikes.under_way()]
@@ -71,7 +71,7 @@ def _write_wedged(path: Path, strikes: Strikes, reason: str) -> None:
 
 
 def _counts(path: Path, start_step: int) -> dict[str, int]:
-    """Strikes by prompt. Of steps that are done again, those count that ended the job or put it into quarantine."""
+    """Count strikes by prompt. In repeated steps, only those that ended the job or led to quarantine count."""
     counts: Counter[str] = Counter()
     kept = set()
     for one in read_jsonl(path) if path.exists() else ():

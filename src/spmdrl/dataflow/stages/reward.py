@@ -1,4 +1,4 @@
-"""The reward state: scoring begins while responses still come, and is waited for here."""
+"""The reward state: scoring starts while responses still arrive, and this state waits for it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from spmdrl.runtime.workers.verdict import FAILURES, Outcome, Verdict
 DecodeTokens = Callable[[Sequence[int]], str]
 
 SCORE_COLUMNS = {MODEL_PART: MODEL_SCORE, JUDGE_PART: JUDGE_SCORE}
-"""of the parts of the reward that no function gives"""
+"""columns of the parts of the reward that no function computes"""
 
 
 class RewardStage:
-    """Hands responses to the reward children as they end, and later stores what came back of those that are trained."""
+    """Submits responses to the reward children as they end, and later stores the results of trained rows."""
 
     state = WorkerState.REWARD
 
@@ -48,19 +48,19 @@ class RewardStage:
         self, pool: RewardPool, config: RewardConfig, decode: DecodeTokens, recorder: Recorder,
         timeline: Timeline | None = None, quarantine: Quarantine | None = None,
     ):  # fmt: skip
-        """`timeline` counts what the state waits for from the end of generation on."""
+        """`timeline` records the state's waiting from the end of generation on."""
         self._quarantine = quarantine
         self.config = config
         self._timeline = timeline
         self.recorder = recorder
         self._rewards = StreamedRewards(pool, decode)
         self._so_far = (0, 0, 0)
-        """the present step, how many of its rows failed, and how many there were"""
+        """present step, number of its failed rows, and of its rows"""
         self._groups: dict[int, Hashable] = {}
-        """those of this step with responses that ended, by their places in its batch"""
+        """groups of this step with ended responses, by their places in its batch"""
 
     def ended(self, ended: Sequence[EndedResponses]) -> None:
-        """Start on the rewards of responses and return at once."""
+        """Start the rewards of responses, without waiting."""
         for one in ended:
             row = next(iter(one.by_member.values())).row
             self._groups[row // one.group_size] = one.group
@@ -69,10 +69,10 @@ class RewardStage:
     def __call__(self, samples: Samples) -> None:
         """Wait for the rewards of the rows that this rank generated. Collective.
 
-        Raises RewardFailure on every rank when more than `reward.max_error_rate` of the step's calls failed so far.
+        Raises RewardFailure on every rank if more than `reward.max_error_rate` of the step's calls have failed.
         """
         rows = samples.rows.take_generated(self.state)
-        # Groups that go on in a later step aren't among them; their rewards wait in the pool.
+        # Groups that continue in a later step aren't among them; their rewards wait in the pool.
         groups = [self._groups[row // samples.group_size] for row in rows[:: samples.group_size]]
         if self._timeline is not None and (generated := self._timeline.end_of("generation", samples.step)) is not None:
             came = self._rewards.came_at(groups)
@@ -105,7 +105,7 @@ class RewardStage:
         if self._quarantine is not None and strikes_now:
             self._quarantine.exchange(step)
         if num_asked:
-            # Of some ranks the rewards are missing, and nothing becomes of the step.
+            # Some ranks' rewards are missing, and the step is abandoned.
             return
         total, num_rows = total + now, num_rows + rows_now
         self._so_far = (step, total, num_rows)
@@ -115,12 +115,12 @@ class RewardStage:
             raise RewardFailure(
                 f"the reward failed on {total} of {num_rows} rows, more than reward.max_error_rate "
                 f"{self.config.max_error_rate} allows; the first failure: {errors[0] if errors else 'unknown'}; "
-                "mend the reward function, or raise the limit"
+                "fix the reward function, or raise the limit"
             )
 
 
 def _with_scores(results: Sequence[RewardResult], scores_B: Tensor, part: str, weight: float) -> list[RewardResult]:
-    """The results with one more part, whose scores [B] are those of their rows, in order; NaN stands for none."""
+    """Return the results with one more part, whose scores [B] are those of their rows, in order; NaN for none."""
     scores = iter([None if math.isnan(score) else score for score in scores_B.tolist()])
     return [with_part(result, part, list(islice(scores, len(result.rewards))), weight) for result in results]
 
@@ -143,11 +143,11 @@ def report(results: Sequence[RewardResult], recorder: Recorder) -> None:
 
 
 class RewardFailure(ValueError):
-    """Too many rewards failed for the rest to be trusted."""
+    """Raised if too many rewards failed for the rest to be trusted."""
 
 
 def columns_of(rows: Sequence[int], results: Sequence[RewardResult]) -> Batch:
-    """Rewards (NaN where a row has none) and verdicts of these rows, which are the groups of `results` in order."""
+    """Return rewards (NaN for none) and verdicts of these rows, which are the groups of `results` in order."""
     batch = Batch.of_rows(rows)
     rewards = [float("nan") if value is None else value for result in results for value in result.rewards]
     verdicts = [int(verdict) for result in results for verdict in result.verdicts]
@@ -164,17 +164,17 @@ def columns_of(rows: Sequence[int], results: Sequence[RewardResult]) -> Batch:
 
 @dataclass
 class _GroupRewards:
-    """The responses of one group: they wait for a call, are in one, or were judged by the environment."""
+    """Responses of one group: they wait for a call, are in one, or were judged by the environment."""
 
     waiting: dict[int, Response] = field(default_factory=dict)
     calls: list[tuple[int, ...]] = field(default_factory=list)
-    """the members that each call scores"""
+    """members that each call scores"""
     judged: dict[int, RewardResult] = field(default_factory=dict)
-    """what the environment made of those that it judged itself"""
+    """results of members that the environment judged itself"""
 
 
 class StreamedRewards:
-    """Submits each response for its reward once: as it ends, or as the last of its group does.
+    """Submits each response for its reward once: when it ends, or when the last of its group does.
 
     A group may stay pending over steps: repeated responses are ignored, and results are kept until `collect`.
     """
@@ -185,13 +185,13 @@ class StreamedRewards:
         self._groups: dict[Hashable, _GroupRewards] = {}
 
     def begin(self, ended: Sequence[EndedResponses]) -> None:
-        """Start on the rewards of these responses as far as `reward.call_level` lets it, and return at once."""
+        """Start the rewards of these responses as far as `reward.call_level` allows, without waiting."""
         calls = [call for one in ended for call in self._calls_of(one)]
         if calls:
             self._pool.submit(dict(calls))
 
     def _calls_of(self, ended: EndedResponses) -> Iterator[tuple[Hashable, RewardCall]]:
-        """The call that these responses make due, if they do, under its key."""
+        """Yield the call that these responses complete, if any, under its key."""
         begun = self._groups.setdefault(ended.group, _GroupRewards())
         known = {member for members in begun.calls for member in members}
         for member, response in ended.by_member.items():
@@ -210,7 +210,7 @@ class StreamedRewards:
             begun.waiting.clear()
 
     def collect(self, groups: Sequence[Hashable]) -> list[RewardResult]:
-        """Wait for the rewards of these groups, all of whose responses were begun, and forget them."""
+        """Wait for the rewards of these groups, whose responses were all submitted, and forget them."""
         keys = self._keys(groups)
         begun = {group: self._groups.pop(group) for group in groups}
         results = dict(zip(keys, self._pool.collect(keys), strict=True))
@@ -226,20 +226,20 @@ class StreamedRewards:
         ]
 
     def came_at(self, groups: Sequence[Hashable]) -> float:
-        """Wait for the rewards of these groups; returns the `time.perf_counter` at which the last of them came."""
+        """Wait for the rewards of these groups; returns the `time.perf_counter` of the last one."""
         return self._pool.came_at(self._keys(groups))
 
     def _keys(self, groups: Sequence[Hashable]) -> list[Hashable]:
         return [(group, members[0]) for group in groups for members in self._groups[group].calls]
 
     def _judged(self, key: Hashable, outcome: Outcome) -> RewardResult:
-        """The result of a row that no function judges."""
+        """Return the result of a row that no function judges."""
         parts: dict[str, list[float | None]] = {name: [None] for name in self._pool.names}
         return RewardResult(key, [outcome.reward], parts, [outcome.verdict], outcome.error)
 
 
 def reward_call(prompt: Prompt, responses: Sequence[Response], decode: DecodeTokens) -> RewardCall:
-    """Completions are what the model wrote last: what an environment gave it isn't its answer."""
+    """Build a call whose completions are the model's last texts: an environment's text isn't the model's answer."""
     token_ids, size = [list(response.last_turn) for response in responses], len(responses)
     columns = {name: [value] * size for name, value in prompt.columns.items()}
     if any(response.turns is not None for response in responses):
@@ -249,7 +249,7 @@ def reward_call(prompt: Prompt, responses: Sequence[Response], decode: DecodeTok
 
 
 def turns_record(response: Response, decode: DecodeTokens) -> dict[str, Any]:
-    """`turns`, what the model and the environment wrote in each; nothing where there is no environment."""
+    """Return `turns`, each one's texts of model and environment; empty without an environment."""
     if response.turns is None:
         return {}
     texts = turn_texts(response.token_ids, response.turns, decode)

@@ -1,7 +1,7 @@
-"""From columns of the dock to the packed rows that engines take, and which of their tokens the model wrote.
+"""Conversion from columns of the dock to packed rows for engines, and the selection of the model's tokens.
 
-The dock keeps rows as they are. Engines and algorithms get the model's tokens alone, so that nothing that an
-environment wrote is scored, weighted, counted or learnt.
+The dock keeps whole rows. Engines and algorithms get the model's tokens only, so that no token of an environment is
+scored, weighted, counted or trained on.
 
 Shape letters: `R` packed response tokens that the model wrote.
 """
@@ -26,14 +26,14 @@ from spmdrl.resources.device import to_device
 
 ROUTED_EXPERTS = "routed_experts"
 TURNS = "turns"
-"""The column that rows of an environment have: the turn in which the model wrote a token, from 1, or 0."""
+"""Column of rows with an environment: the turn of each of the model's tokens, from 1, else 0."""
 
 TOP_IDS = "teacher_top_ids"
 _SEVERAL_PER_TOKEN = (TOP_IDS, "teacher_top_logprobs")
 
 
 def credit_inputs(batch: Batch, names: Iterable[str], group_size: int, settings: CreditSettings) -> CreditInputs:
-    """What an algorithm credits these rows by: their rewards and columns, of response tokens those of the model."""
+    """Return an algorithm's inputs for credit: rewards and columns, restricted to the model's tokens."""
     model_tokens, columns = ModelTokens.of(batch), Batch(batch.rows)
     for name in names:
         if not batch.is_ragged(name):
@@ -47,16 +47,16 @@ def credit_inputs(batch: Batch, names: Iterable[str], group_size: int, settings:
 
 @dataclass(frozen=True)
 class ModelTokens:
-    """Where the model's tokens are among all packed response tokens of a batch."""
+    """Places of the model's tokens among all packed response tokens of a batch."""
 
     offsets: Tensor
     """[B + 1]: row b has those between `offsets[b]` and `offsets[b + 1]`"""
     is_model: Tensor | None
-    """bool, one per response token; None where the model wrote all"""
+    """bool, one per response token; None if the model wrote all"""
 
     @classmethod
     def of(cls, batch: Batch) -> ModelTokens:
-        """Without the column `turns` the model wrote every token of `response_ids`."""
+        """Find them by the column `turns`; without it the model wrote every token of `response_ids`."""
         offsets = batch.offsets("response_ids")
         if TURNS not in batch:
             return cls(offsets, None)
@@ -65,30 +65,30 @@ class ModelTokens:
 
     @property
     def lengths_B(self) -> Tensor:
-        """Tokens that the model wrote in each row."""
+        """Number of the model's tokens in each row."""
         return self.offsets.diff()
 
     def pick(self, values: Tensor) -> Tensor:
-        """The values [R, ...] of the model's tokens, from one per response token."""
+        """Return the values [R, ...] of the model's tokens, from one per response token."""
         return values if self.is_model is None else values[self.is_model]
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """One value [R, ...] per response token, on the device of `values_R`: 0 where the environment wrote it."""
+        """Return a value [R, ...] per response token, on the device of `values_R`: 0 for the environment's."""
         if self.is_model is None:
             return values_R
         out = values_R.new_zeros(len(self.is_model), *values_R.shape[1:])
-        # Positions are found on the host: from a mask the device would have to count them while the host waits.
+        # Positions are found on the host: with a mask the device would have to count them while the host waits.
         out[to_device(self.is_model.nonzero().squeeze(1), out.device)] = values_R
         return out
 
 
 def copies_of(batch: Batch) -> Tensor:
-    """How often each row is trained on [B]: without the column `copies` once."""
+    """Return how often each row is trained on [B]: once without the column `copies`."""
     return batch.dense(COPIES).long() if COPIES in batch else torch.ones_like(batch.rows)
 
 
 def _join_ragged(batch: Batch, first: str, second: str) -> tuple[Tensor, Tensor]:
-    """Values and offsets of rows that hold `first`'s run, then `second`'s."""
+    """Return values and offsets of rows that hold `first`'s run, then `second`'s."""
     first_lengths, second_lengths = batch.lengths(first), batch.lengths(second)
     offsets = offsets_of(first_lengths + second_lengths)
     out = torch.empty(int(offsets[-1]), dtype=batch.values(first).dtype)
@@ -104,7 +104,7 @@ def _positions(starts_B: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def mini_batch_of_rows(rows_B: Tensor, step: StepRows, num_parts: int) -> Tensor:
-    """The mini-batch [B] of each row: a range of the prompts to train on, so the same on any number of ranks."""
+    """Return the mini-batch [B] of each row: a range of the trained prompts, the same on any number of ranks."""
     groups = torch.from_numpy(step.groups_to_train)
     place_B = torch.searchsorted(groups, rows_B // step.group_size)
     return place_B * num_parts // max(len(groups), 1)
@@ -113,10 +113,9 @@ def mini_batch_of_rows(rows_B: Tensor, step: StepRows, num_parts: int) -> Tensor
 def token_rows(
     batch: Batch, model: DecoderConfig, response_columns: Iterable[str] = (), *, unit_size: int = 1
 ) -> TokenRows:
-    """Prompt and response of each row as one run, with the named columns for each response token of the model.
+    """Join each row's prompt and response, with the named columns for each response token of the model.
 
-    Those that the batch lacks are left out. Where it has the experts of its tokens, the rows have them too, as `model`
-    uses them.
+    Missing columns are omitted. Recorded experts are included, if the batch has them, as `model` uses them.
     """
     tokens_T, offsets = _join_ragged(batch, "prompt_ids", "response_ids")
     model_tokens = ModelTokens.of(batch)
@@ -133,7 +132,7 @@ def token_rows(
 
 
 def _by_token(batch: Batch, name: str, model_tokens: ModelTokens) -> Tensor:
-    """One value per token of the model, or [R, J] of a column with several; a row's value, as float32, for all its."""
+    """Return a value per model token, or [R, J] of a wider column; a row's value, as float32, for all its tokens."""
     if not batch.is_ragged(name):
         return batch.dense(name).float().repeat_interleave(model_tokens.lengths_B)
     values, num_tokens = batch.values(name), batch.values("response_ids").numel()
@@ -143,7 +142,7 @@ def _by_token(batch: Batch, name: str, model_tokens: ModelTokens) -> Tensor:
 
 
 def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:
-    """Which tokens of the joined rows the model wrote; None where it wrote all behind the prompts."""
+    """Return True for each token of the joined rows by the model; None if it wrote all after the prompts."""
     if model_tokens.is_model is None:
         return None
     is_model_T = torch.zeros(int(offsets[-1]), dtype=torch.bool)
@@ -155,7 +154,7 @@ def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) 
 def turn_texts(
     token_ids: Sequence[int], turns: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[tuple[str, str]]:
-    """What the model wrote in each turn, and what the environment answered, or "" where it didn't."""
+    """Return each turn's text of the model, and the environment's reply, or "" without one."""
     texts: list[tuple[str, str]] = []
     for turn, run in groupby(zip(token_ids, turns, strict=True), key=itemgetter(1)):
         text = decode([token for token, _ in run])

@@ -18,7 +18,7 @@ class Phase(enum.IntEnum):
 
     GENERATION = 0
     WITHOUT_ACTOR = 1
-    """the actor's training state comes back meanwhile"""
+    """the actor's training state returns during it"""
     WITH_ACTOR = 2
     UPDATE = 3
     """rewards are known"""
@@ -30,12 +30,12 @@ class Slot:
 
     state: WorkerState
     role: Role | None
-    """the model that must be present"""
+    """model that must be present"""
     phase: Phase
     reads: frozenset[str]
     makes: tuple[str, ...]
     beside: WorkerState | None = None
-    """the state whose turn does its work or begins it; its own turn does the rest"""
+    """state during whose turn this one's work is done or started; its own turn does the rest"""
 
     def __str__(self) -> str:
         model = self.role.name if self.role else "no model"
@@ -48,10 +48,10 @@ def schedule(
     needs: Mapping[WorkerState, frozenset[str]], roles: Mapping[WorkerState, Role | None], *,
     fuse: bool, refills: bool, has_turns: bool,
 ) -> list[Slot]:  # fmt: skip
-    """Order the states that read `needs`: by phase, and within one as their columns come to be.
+    """Order the states that read `needs`: by phase, and within one by the availability of their columns.
 
     With `fuse`, the state that waits for rewards comes last in its phase, so that every pass before it hides their
-    seconds; otherwise as soon as it can. With `refills` it is a part of generation, whose prompts depend on rewards.
+    seconds; otherwise as soon as possible. With `refills` it is a part of generation, whose prompts depend on rewards.
     With `has_turns`, models score rows that have ended while others wait for an environment.
     """
     read = frozenset[str]().union(*needs.values())

@@ -21,7 +21,7 @@ AtStageEnd = Callable[[int, str], None]
 
 
 class StageHook:
-    """Looks at the samples around each worker state; what it raises leaves the step."""
+    """Observes the samples around each worker state; its exceptions end the step."""
 
     def before(self, state: WorkerState, samples: Samples) -> None:
         """Called before the state's work."""
@@ -40,9 +40,9 @@ class Stages:
         self, slots: Sequence[Slot], stages: Mapping[WorkerState, Stage], timeline: Timeline, at_end: AtStageEnd, *,
         hooks: list[StageHook], attempts: Attempts | None = None,
     ):  # fmt: skip
-        """`attempts` yields before each time that a step generates; without it, a step does so once.
+        """`attempts` yields before each generation of a step; without it, a step generates once.
 
-        `at_end(step, stage)` is called at each stage's end: the place to record what memory is held.
+        `at_end(step, stage)` is called at each stage's end, to record held memory.
         """
         self.hooks = hooks
         self._slots = slots

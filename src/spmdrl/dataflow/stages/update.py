@@ -25,15 +25,14 @@ from spmdrl.nouns.batch import Batch, LossScope, TokenLoss, TokenTerms, WorkerSt
 from spmdrl.observability.metrics import Recorder
 
 Agreement = Literal["measured", "checked", "used"]
-"""What is done about differences between the log-probs of generator and trainer.
+"""Treatment of differences between the log-probs of generator and trainer.
 
 measured: they are reported; checked: any is an error, and `old_logprobs` are computed only for rows with tokens of
-earlier weights, the generator's standing in for the others; used: besides, nothing computes `old_logprobs`.
+earlier weights, the generator's standing in for the others; used: additionally, `old_logprobs` are never computed.
 """
 
 OldLogprobs = Literal["column", "own", "unknown"]
-"""Where the trainer's log-probs under the step's first weights are: in a column, among what an update computes, or
-nowhere."""
+"""Source of the trainer's log-probs under the step's first weights: a column, an update's own results, or none."""
 OLD_LOGPROBS = "old_logprobs"
 _MEASURED_COLUMNS = frozenset({"rollout_logprobs", "versions"})
 
@@ -54,7 +53,7 @@ LossHook = Callable[[Learner, TokenTerms, Tensor], None]
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How often and in how many parts the rows of a batch are used."""
+    """Number of times and parts in which the rows of a batch are used."""
 
     epochs: int
     updates_per_epoch: int
@@ -62,7 +61,7 @@ class UpdatePlan:
     skip_zero_advantage: bool
     agreement: Agreement = "measured"
     first_step: int = 1
-    """steps before it leave the weights as they are"""
+    """first step that changes the weights"""
 
     @property
     def num_updates(self) -> int:
@@ -70,7 +69,7 @@ class UpdatePlan:
 
 
 class UpdateStage:
-    """Trains on the rows this rank took. Collective: every rank calls it once per step."""
+    """Trains on this rank's rows. Collective: every rank calls it once per step."""
 
     state = WorkerState.UPDATE
 
@@ -81,7 +80,7 @@ class UpdateStage:
         self.shown = shown
 
     def __call__(self, samples: Samples, learner: Learner, hooks: Sequence[LossHook] = ()) -> None:
-        """Each of `hooks` is called with the learner and the loss of each micro-batch."""
+        """Train on the step's rows. Each of `hooks` is called with the learner and the loss of each micro-batch."""
         columns = update_columns(learner.columns_for_loss(self.plan.num_updates), self.plan.agreement)
         batch = samples.take(self.state)
         self.shown.take(batch)
@@ -109,7 +108,7 @@ class UpdateStage:
         samples.commit(self.state)
 
     def _rows_for(self, learner: Learner, columns: frozenset[str], batch: Batch) -> TokenRows:
-        """All rows with what the loss reads of their tokens, but for the weights, which depend on an update's rows."""
+        """Return all rows with the loss's columns, except the weights, which depend on an update's rows."""
         rows = token_rows(batch, self.engine.config, [*sorted(columns), COPIES], unit_size=learner.unit_size)
         more = {ROW: batch.rows.repeat_interleave(rows.response_offsets.diff())}
         if OLD_LOGPROBS in learner.columns_for_loss(self.plan.num_updates) - columns:
@@ -117,7 +116,7 @@ class UpdateStage:
         return replace(rows, response=rows.response | more)
 
     def _one_update(self, rows: TokenRows, copies_B: Tensor, loss: PolicyLoss) -> UpdateResult | None:
-        """One optimizer step, unless every row of this part was dropped, on all ranks alike."""
+        """Make one optimizer step, unless every row of this part was dropped, on all ranks alike."""
         learner, lengths_B = loss.learner, rows.response_offsets.diff()
         has_signal_B = rows_with_signal(rows.response["advantages"], lengths_B)
         counts = [int((lengths_B * copies_B).sum()), int(copies_B.sum()), int(copies_B[has_signal_B].sum())]
@@ -126,11 +125,11 @@ class UpdateStage:
             self._count(skipped=True, without_rows=True)
             return None
         self.recorder.mean("frac_advantage_zero", 1.0 - num_with_signal / num_rows, num_rows)
-        # The weights count all rows, those that are left out below too: the gradient stays the same.
+        # The weights count all rows, including those excluded below: the gradient stays the same.
         scope = LossScope(num_tokens, num_rows, self.plan.max_completion_length)
         weights_R = learner.token_weights(lengths_B, scope) * copies_B.repeat_interleave(lengths_B)
         rows = replace(rows, response=rows.response | {"weights": weights_R.float()})
-        # Where no row has a signal the optimizer still makes its step, because of its momentum.
+        # Even without any signal the optimizer makes its step, because of its momentum.
         if self.plan.skip_zero_advantage and learner.needs_signal() and num_with_signal > 0:
             rows = rows.select(has_signal_B.nonzero().squeeze(1))
         self.recorder.total("update/rows", len(rows) if self._is_first_of_copy else 0)
@@ -140,18 +139,18 @@ class UpdateStage:
 
     def _trainers_old(self, columns: Iterable[str], *, is_first: bool) -> OldLogprobs:
         in_column = OLD_LOGPROBS in columns
-        # Where generation's stand in, a column would compare them with themselves.
+        # If generation's stand in, a column would compare them with themselves.
         if is_first and not (in_column and self.plan.agreement == "measured"):
             return "own"
         return "column" if in_column else "unknown"
 
     @property
     def _is_first_of_copy(self) -> bool:
-        """Whether this rank is the one that counts the rows which several ranks work on."""
+        """True if this rank is the one that counts rows which several ranks work on."""
         return self.engine.mesh.model.rank == 0
 
     def _report(self, result: UpdateResult) -> None:
-        """Record what every rank holds alike; a metric is omitted when no token contributed."""
+        """Record results, equal on every rank; a metric is omitted when no token contributed."""
         self.recorder.mean("loss", result.loss)
         self.recorder.mean("grad_norm", result.grad_norm)
         self.recorder.mean("lr", result.lr)
@@ -164,22 +163,22 @@ class UpdateStage:
                 self.recorder.maximum(name, largest)
 
     def _count(self, *, skipped: bool, without_rows: bool = False) -> None:
-        """Count one update, as every rank does alike."""
+        """Count one update, on every rank."""
         self.recorder.alike("update/count", 1)
         self.recorder.alike("update/skipped", skipped)
         self.recorder.alike("update/without_rows", without_rows)
 
 
 def rows_with_signal(advantages_R: Tensor, lengths_B: Tensor) -> Tensor:
-    """Which rows [B] have an advantage other than 0 at some token; one that isn't finite is such a one."""
+    """Return True for rows [B] with a nonzero advantage at some token; one that isn't finite counts."""
     row_R = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
     strength_B = torch.zeros(len(lengths_B)).index_add_(0, row_R, advantages_R.abs())
-    # NaN is above nothing, but must reach the loss, so that the update is skipped.
+    # Comparisons with NaN are false, but it must reach the loss, so that the update is skipped.
     return strength_B != 0
 
 
 def update_columns(columns_for_loss: Iterable[str], agreement: Agreement) -> frozenset[str]:
-    """What the update reads: the columns of the loss, and those that compare generator and trainer."""
+    """Return the update's columns: those of the loss, and those that compare generator and trainer."""
     columns = frozenset(columns_for_loss) | _MEASURED_COLUMNS
     return columns - {OLD_LOGPROBS} if agreement == "used" else columns
 
@@ -189,20 +188,20 @@ def check_agreement(largest: float, step: int) -> None:
     if largest > 0:
         raise RuntimeError(
             f"debug.batch_invariant: in step {step} a log-prob of the generator differs by {largest:.3g} from the "
-            "trainer's; they run other arithmetic or hold other weights. Set debug.batch_invariant to false to go on"
+            "trainer's; they run other arithmetic or hold other weights; set debug.batch_invariant to false to continue"
         )
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What the engine calls per micro-batch: the algorithm's token losses, weighted, and what is reported of them."""
+    """The engine's loss per micro-batch: the algorithm's token losses, weighted, and their metrics."""
 
     learner: Learner
     version: int
-    """the policy version that the step began with"""
+    """policy version at the start of the step"""
     old: OldLogprobs
     shown: ShownRows | None
-    """keeps them of some rows"""
+    """receives the results of some rows"""
     hooks: Sequence[LossHook] = ()
 
     def __call__(self, scores: Scores, micro: MicroBatch) -> LossTerms:

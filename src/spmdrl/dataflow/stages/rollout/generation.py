@@ -1,4 +1,4 @@
-"""The generation state: prompts become responses, and each goes on as soon as it has ended."""
+"""The generation state: prompts become responses, each passed on as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spmdrl.resources.mesh import GenerationMesh
 
 @dataclass(frozen=True)
 class WholeGroup:
-    """A prompt and its responses, all of which have ended, in the order of their rows."""
+    """A prompt and its responses, all ended, in the order of their rows."""
 
     prompt: Prompt
     responses: Sequence[Response]
@@ -35,7 +35,7 @@ class WholeGroup:
 
 @dataclass(kw_only=True)
 class GenerationStage:
-    """Runs this rank's engine over the groups dealt to its replica. Collective: every rank calls it once per step.
+    """Runs this rank's engine on its replica's groups. Collective: every rank calls it once per step.
 
     The ranks of a replica get the same responses; the first of them acts for all.
     """
@@ -48,14 +48,14 @@ class GenerationStage:
     listeners: Sequence[ResponseListener]
     recorder: Recorder
     turns: Turns | None = None
-    """lets an environment answer between turns"""
+    """lets an environment reply between turns"""
     portions: Portions | None = None
     """scores rows that have ended while others wait for the environment"""
 
     def __call__(self, samples: Samples) -> None:
         rows, size = samples.rows.deal_generation(), samples.group_size
         groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
-        # Where not all rows run at once, the longest ones begin first, so that few run alone at the end.
+        # If not all rows run at once, the longest ones begin first, so that few run alone at the end.
         groups.sort(key=lambda group: samples.rows.expected_length(group[0]), reverse=True)
         prompts = [samples.rows.prompt_of(group[0]) for group in groups]
         requests = [
@@ -84,37 +84,37 @@ class GenerationStage:
                     self._count(sum(response.num_own_tokens for response in in_order))
             self._put(samples, whole)
         self._commit(samples)
-        # The same on every rank; where a step generates more than once, that of its most uneven deal.
+        # The same on every rank; if a step generates more than once, its most uneven deal.
         self.recorder.maximum("generation/imbalance", samples.rows.generation_imbalance())
 
     def _seeds(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(row_seed(self.seed, step, row) for row in rows)
 
     def _notify(self, ended: Sequence[EndedResponses]) -> None:
-        """Pass responses that have ended to the listeners."""
+        """Pass ended responses to the listeners."""
         if self.mesh.is_leader and ended:
             for listener in self.listeners:
                 listener.ended(ended)
 
     def _count(self, num_tokens: int) -> None:
-        """Record tokens that this step generated."""
+        """Record the number of tokens that this step generated."""
         if self.mesh.is_leader:
             self.recorder.total("generation/tokens", num_tokens)
 
     def _open_portions(self, samples: Samples, num_rows: int) -> None:
-        """Begin a step of which this rank's replica generates so many rows."""
+        """Begin a step in which this rank's replica generates this many rows."""
         if self.portions is not None:
             self.portions.open(samples, num_rows)
 
     def _add_to_portion(self, responses: Sequence[Response]) -> None:
-        """Let responses that will be trained be scored."""
+        """Let responses that will be trained on be scored."""
         if self.portions is not None:
             self.portions.add(responses)
 
     def _commit(self, samples: Samples) -> None:
-        """End the state, behind all portions but the last. Collective over all ranks.
+        """End the state, after all portions but the last. Collective over all ranks.
 
-        Raises StopAgreed on all of them where one was asked to stop.
+        Raises StopAgreed on all of them if one was asked to stop.
         """
         if self.portions is not None:
             self.portions.close()
@@ -122,7 +122,7 @@ class GenerationStage:
         samples.commit(self.state)
 
     def _put(self, samples: Samples, groups: Sequence[WholeGroup]) -> None:
-        """Record what these groups are like, and store them together, unless portions do."""
+        """Record these groups' statistics, and store them together, unless portions do."""
         if not self.mesh.is_leader or not groups:
             return
         responses = [response for group in groups for response in group.responses]

@@ -39,14 +39,14 @@ class OwnGroup:
     prompt: Prompt
     seeds: tuple[int, ...]
     begun: tuple[Response, ...]
-    """What its rows have so far, under their numbers in this step's batch; `aborted` where they go on."""
+    """Responses of its rows so far, under their numbers in this step's batch; `aborted` if they continue."""
 
     @property
     def rows(self) -> tuple[int, ...]:
         return tuple(response.row for response in self.begun)
 
     def request(self, sampling: SamplingParams) -> Request | None:
-        """The engine's request for the rows that go on; None where all have ended."""
+        """Return the engine's request for the unfinished rows; None if all have ended."""
         members = [number for number, response in enumerate(self.begun) if response.finish == "aborted"]
         if not members:
             return None
@@ -60,7 +60,7 @@ class OwnGroup:
         )
 
     def answered(self, responses: Iterable[Response]) -> tuple[Response, ...]:
-        """All its rows, with the engine's responses to those that were requested."""
+        """Return all its rows, with the engine's responses to the requested ones."""
         by_row = {response.row: response for response in responses}
         return tuple(by_row.get(response.row, response) for response in self.begun)
 
@@ -78,7 +78,7 @@ class PartialGenerationStage(GenerationStage):
 
     pending: PendingGroups
     lockstep: Lockstep
-    """joins the replicas that step together"""
+    """connects the replicas that step together"""
 
     def __call__(self, samples: Samples) -> None:
         rows, size, rules = samples.rows.deal_generation(), samples.group_size, self.pending.rules
@@ -119,18 +119,18 @@ class PartialGenerationStage(GenerationStage):
         return OwnGroup(serial, groups.rounds[number], samples.rows.prompts[number], seeds, begun)
 
     def _quota(self, groups: StepGroups, dealt: Mapping[int, Sequence[int]]) -> Quota:
-        """How many of its groups this rank's replica is to finish; `dealt` are the groups of each rank."""
+        """Return the number of its groups that this rank's replica must finish; `dealt` has the groups of each rank."""
         rules, place = self.pending.rules, list(dealt).index(self.mesh.tensor.ranks[0])
         rounds = [[groups.rounds[number] for number in numbers] for numbers in dealt.values()]
         num_last = sum(round_ >= rules.max_rounds for round_ in rounds[place])
         return Quota(quotas(rounds, rules)[place], num_last)
 
     def _all_have(self, quota: Quota) -> Callable[[], bool]:
-        """Whether all replicas that step together have their quota: they can stop together only."""
+        """Return a test of all replicas that step together for their quota: they can only stop together."""
         return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
 
     def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool]) -> Iterator[Sequence[AnsweredGroup]]:
-        """The groups that got their last response in one engine step; those that were whole before come first."""
+        """Yield groups completed by an engine step; those that were already complete come first."""
         self._notify_of_ended([(group, group.begun) for group in own])
         asked = [(group, group.request(self.sampling)) for group in own]
         if whole := [(group, group.begun) for group, request in asked if request is None]:
@@ -171,18 +171,18 @@ class PartialGenerationStage(GenerationStage):
 
 
 def seeds_of_group(seed: int, serial: int, num_wanted: int, size: int) -> tuple[int, ...]:
-    """The seeds of a group's rows, whichever step begins it: those of the step that would train it if all kept pace."""
+    """Return the seeds of a group's rows, whichever step begins it: those of the step that would train it in order."""
     step, number = divmod(serial, num_wanted)
     return tuple(row_seed(seed, step + 1, number * size + member) for member in range(size))
 
 
 def nothing_yet(rows: Iterable[int]) -> tuple[Response, ...]:
-    """The responses of rows that are to begin."""
+    """Return empty responses of rows to be started."""
     return tuple(Response(row, (), (), "aborted", ()) for row in rows)
 
 
 def packed(responses: Sequence[Response]) -> Batch:
-    """The responses of a pending group."""
+    """Return the responses of a pending group as a batch."""
     batch = token_columns([replace(response, row=member) for member, response in enumerate(responses)])
     finishes = [_FINISHES.index(response.finish) for response in responses]
     batch.put_dense(FINISH, torch.tensor(finishes, dtype=torch.int32))
@@ -194,7 +194,7 @@ def packed(responses: Sequence[Response]) -> Batch:
 
 
 def unpacked(batch: Batch, rows: Sequence[int]) -> tuple[Response, ...]:
-    """What `packed` was given, under these row numbers."""
+    """Return the responses in a batch of `packed`, under these row numbers."""
     token_ids, logprobs, versions = (batch.to_lists(name) for name in ("response_ids", "rollout_logprobs", "versions"))
     turns = batch.to_lists(TURNS) if TURNS in batch else None
     outcomes: list[Outcome | None] = [None] * len(rows)

@@ -2,19 +2,19 @@
 
     row has ended --add--> portion is whole --arrive--> whole on all ranks --put, announce--> scored by each model
 
-What a portion holds follows from tokens alone: of each replica, a share of its rows in the order in which they ended.
-So it holds the same rows whether it is scored beside generation or after it, and results are equal to the bit. Later
-portions are smaller: the last is scored after generation, and what ends late has few waits left to be scored in.
+A portion's content depends on tokens only: a share of each replica's rows, in the order in which they ended. So it has
+the same rows whether it is scored during generation or after it, and results are equal to the bit. Later portions are
+smaller: the last is scored after generation, and few waits remain for scoring rows that end late.
 
 Scoring is collective over all ranks, which generate at their own pace. A rank arrives at the next portion, without
-waiting, once its own rows of it have ended and the engine waits: for an environment's answer, or with none left.
-When all ranks have arrived the portion runs; each rank finds out between two steps of its engine, or while it waits.
+waiting, once its own rows of it have ended and the engine is idle: waiting for an environment, or without rows. When
+all ranks have arrived the portion runs; each rank checks between two steps of its engine, or while it waits.
 
-Nothing can deadlock. Portions run in their order, one at a time, in the thread that generates. Until all ranks have
-arrived at a portion, none waits for another one. Every rank arrives at every portion, at the latest when its last row
-has ended; and once all have, each joins within one step of its engine. The ranks of a replica are at the same place of
-the same program and do what their first rank has found. Replicas that step together would wait for each other's steps,
-so theirs aren't scored beside generation.
+There is no deadlock. Portions run in order, one at a time, in the thread that generates. Until all ranks have arrived
+at a portion, none waits for another one. Every rank arrives at every portion, at the latest when its last row has
+ended; and once all have, each joins within one step of its engine. The ranks of a replica are at the same place of the
+same program and follow their first rank's checks. Replicas that step together would wait for each other's steps, so
+theirs aren't scored during generation.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PAUSE_SECONDS = 0.001
 
 
 class Portions:
-    """Announces a step's responses in so many portions; with `arrivals`, scores all but the last as it goes on."""
+    """Announces a step's responses in `number` portions; with `arrivals`, scores all but the last during generation."""
 
     def __init__(
         self, number: int, scores: Sequence[ScoreStage], axis: Axis, timeline: Timeline, arrivals: Arrivals | None
     ):
-        """`axis` joins the ranks of this rank's replica."""
+        """`axis` connects the ranks of this rank's replica."""
         self._number = number
         self._scores = scores
         self._axis = axis
@@ -51,32 +51,32 @@ class Portions:
         self._ended: list[Response] = []
         self._num_run = 0
         self._portion_seconds = 0.0
-        """what the last portion took"""
+        """duration of the last portion"""
         self._mean_wait_seconds = 0.0
-        """over the waits so far, the newer ones counting more"""
+        """moving average over the waits so far"""
         self._waits: list[tuple[int, float]] = []
         self._scored_seconds = 0.0
 
     def open(self, samples: Samples, num_rows: int) -> None:
-        """Begin a step of which this rank's replica generates so many rows."""
+        """Begin a step in which this rank's replica generates this many rows."""
         self._samples, self._num_rows, self._num_run, self._scored_seconds = samples, num_rows, 0, 0.0
         self._ended.clear()
         self._waits.clear()
 
     def add(self, responses: Sequence[Response]) -> None:
-        """Add responses that have ended and will be trained; their columns are put with their portion."""
+        """Add ended responses that will be trained on; their columns are put with their portion."""
         self._ended += responses
 
     def between_steps(self) -> None:
-        """Score what all ranks have arrived at. Collective over the replica."""
+        """Score portions at which all ranks have arrived. Collective over the replica."""
         while self._arrivals is not None and self._arrivals.has_arrived and self._agreed(self._arrivals.are_complete):
             self._run_next(self._arrivals)
 
     def until(self, came: Came | None) -> None:
-        """Score portions until what the replica's first rank waits for has come. Collective over the replica.
+        """Score portions until the event that the replica's first rank waits for. Collective over the replica.
 
-        A wait that is shorter than a portion hides little of it, and how long it will be is unknown. So this rank
-        arrives at a portion once the wait has lasted as long as the last one took, or a quarter of the usual wait.
+        A wait shorter than a portion hides little of it, and its length is unknown. So this rank arrives at a portion
+        once the wait has lasted as long as the last portion took, or a quarter of the usual wait.
         """
         started = time.perf_counter()
         while self._arrivals is not None and self._is_due:
@@ -88,7 +88,7 @@ class Portions:
             self._run_next(self._arrivals)
         if came is not None:
             ended = came(None)
-            assert ended is not None, "without a limit it waits to the end"
+            assert ended is not None, "a wait without a limit returns only at the end"
             seconds = max(0.0, ended - started)
             self._waits.append((len(self._ended), seconds))
             self._mean_wait_seconds += (seconds - self._mean_wait_seconds) / 8
@@ -106,9 +106,9 @@ class Portions:
         self._put()
 
     def hideable_seconds(self) -> float:
-        """Most seconds of scoring that any order could have put into this step's waits, by what it took for a row.
+        """Return the most seconds of scoring that any order could have hidden in this step's waits.
 
-        So much of what had ended before a wait began, and wasn't scored in an earlier one, as the wait is long.
+        Rows that had ended before a wait began, and weren't scored earlier, count at most for the wait's length.
         """
         row_seconds = self._scored_seconds / max(self._end(self._num_run - 1), 1)
         hidden = 0.0
@@ -117,17 +117,17 @@ class Portions:
         return hidden
 
     def _is_long(self, came: Came, started: float) -> bool:
-        """Whether the wait since `started` is worth a portion; waits until it is, or what is waited for came."""
+        """Return True if the wait since `started` is worth a portion; waits until it is, or until it ends."""
         worth = min(self._portion_seconds, self._mean_wait_seconds / 4)
         return came(max(0.0, started + worth - time.perf_counter())) is None
 
     @property
     def _is_due(self) -> bool:
-        """Whether this rank's rows of the next portion have ended; the last is left to the states' own turn."""
+        """Return True if this rank's rows of the next portion have ended; the last is left to the states' own turn."""
         return self._num_run < self._number - 1 and len(self._ended) >= self._end(self._num_run)
 
     def _end(self, portion: int) -> int:
-        """How many of the replica's rows the portions up to this one have; what is left falls as its square."""
+        """Return the number of the replica's rows in the portions up to this one; the rest falls quadratically."""
         num_after = self._number - 1 - portion
         return self._num_rows + -self._num_rows * num_after**2 // self._number**2
 
@@ -148,18 +148,18 @@ class Portions:
         self._num_run += 1
 
     def _put(self) -> None:
-        """Store what this rank's rows of the next portion have."""
+        """Store the columns of this rank's rows of the next portion."""
         responses = self._ended[self._end(self._num_run - 1) : self._end(self._num_run)]
         if responses:
             self._open_samples.put(WorkerState.GENERATION, columns_of(responses))
 
     @property
     def _open_samples(self) -> Samples:
-        assert self._samples is not None, "portions are of a step that is open"
+        assert self._samples is not None, "portions need an open step"
         return self._samples
 
     def _agreed(self, found: bool) -> bool:
-        """What the first rank of the replica has found. Collective over the replica."""
+        """Return the finding of the replica's first rank. Collective over the replica."""
         if self._axis.size == 1:
             return found
         own = bytes([found]) if self._axis.rank == 0 else None
@@ -170,7 +170,7 @@ def build_portions(
     number: int, scores: Sequence[ScoreStage], mesh: GenerationMesh, timeline: Timeline, note: Callable[[str], None], *,
     fuse: bool, swaps: bool, timeout_seconds: float,
 ) -> Portions:  # fmt: skip
-    """Portions that are scored while rows wait for an environment, unless something stands against it. Collective."""
+    """Build portions, scored while rows wait for an environment unless an obstacle prevents it. Collective."""
     obstacle = None
     if not fuse:
         obstacle = "as dock.fuse is false"
@@ -184,7 +184,7 @@ def build_portions(
 
 
 def _is_complete_before(arrivals: Arrivals, came: Came) -> bool:
-    """Whether all ranks have arrived before what this rank waits for came; waits for one of both."""
+    """Wait for either all ranks' arrival or the awaited event; returns True if the arrival was first."""
     while came(0.0) is None:
         if arrivals.are_complete:
             return True

@@ -18,9 +18,9 @@ from spmdrl.observability.outage import best_effort
 
 
 class RecordedGeneration:
-    """Answers the prompts of each step with what `source` recorded for them, or writes the answers into `target`.
+    """Replays `source`'s records for each step's prompts, or records the responses in `target`.
 
-    Each replica's first rank writes its part of a step. Collective: every rank calls it in each step, once or more.
+    Each replica's first rank writes its part of a step. Collective: every rank calls it in each step, at least once.
     """
 
     state: ClassVar = WorkerState.GENERATION
@@ -29,7 +29,7 @@ class RecordedGeneration:
         self._replay: ReplayEngine | None = None
         if source is not None:
             self._replay = ReplayEngine(source, has_turns=generation.turns is not None)
-            # What was recorded holds all turns.
+            # Recorded responses have all turns.
             generation = replace(generation, engine=self._replay, turns=None)
         self._target = target if generation.mesh.is_leader else None
         if self._target is not None:

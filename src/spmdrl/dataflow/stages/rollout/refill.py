@@ -1,4 +1,4 @@
-"""A step that generates more prompts in place of those that its algorithm leaves out (arXiv:2503.14476, section 3.2).
+"""Steps that generate more prompts in place of those that the algorithm excludes (arXiv:2503.14476, section 3.2).
 
 opened --admitted--> generated, rewarded --left--> trained       (the first ones, in the order of prompts)
                                          --left out or surplus--> dropped
@@ -24,15 +24,15 @@ from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.mesh import GenerationMesh
 
 SURPLUS = "surplus"
-"""The reason for which a prompt is dropped that came in beyond those that the step trains."""
+"""Drop reason of prompts beyond those that the step trains on."""
 
 
 @dataclass(frozen=True)
 class Refill:
-    """Admits prompts to generation until as many are left as the step trains, or as often as it may.
+    """Admits prompts to generation until enough are left for the step, or as often as allowed.
 
-    What it decides follows from rewards in the order of prompts, and so is the same on every rank and any number of
-    them.
+    Its decisions depend on rewards in the order of prompts, so they are the same on every rank and for any number of
+    ranks.
     """
 
     pending: PendingGroups
@@ -42,9 +42,9 @@ class Refill:
     recorder: Recorder
 
     def attempts(self, samples: Samples) -> Iterator[None]:
-        """Yields where admitted prompts are to be generated and rewarded, then decides about all rows. Collective.
+        """Yield for each generation and reward of admitted prompts, then decide about all rows. Collective.
 
-        The rows that the step doesn't train are dropped or deferred by then.
+        By then, rows that the step doesn't train on are dropped or deferred.
         """
         rules, size, own = self.pending.rules, samples.group_size, list[int]()
         num_attempts, num_begun, groups = 0, 0, torch.empty(0)
@@ -67,7 +67,7 @@ class Refill:
         self.recorder.alike("refill/unfilled", max(0, rules.num_wanted - len(groups)))
 
     def _selected(self, samples: Samples, own: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """All rows so far, and which of them the algorithm leaves out, by the reason; `own` are this rank's."""
+        """Return all rows so far, and the algorithm's exclusions among them, by reason; `own` are this rank's."""
         made_by_now = (WorkerState.GENERATION, WorkerState.REWARD)
         names = [name for name in samples.rows.reads(WorkerState.ADVANTAGE) if rule_of(name).made_by in made_by_now]
         columns = sorted(self.algorithm.columns_for_credit().intersection(names))

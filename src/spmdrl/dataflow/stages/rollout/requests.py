@@ -1,4 +1,4 @@
-"""Requests run through an engine, their responses handed on as they end, and the columns of those."""
+"""Runs of requests through an engine, their responses as they end, and these responses' columns."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from spmdrl.resources.mesh import GenerationMesh
 from spmdrl.runtime.supervision.activity import activity, first_few
 from spmdrl.runtime.supervision.stop_request import stop_reason
 
-# Of the engine, where several ranks compute with it.
+# Engine steps between agreements, if several ranks compute with it.
 _STEPS_PER_AGREEMENT = 32
 
 Ended = Mapping[int, list[Response]]
-"""The responses that ended in one engine step, by the numbers of their requests."""
+"""Responses that ended in one engine step, by their requests' numbers."""
 
 Answers = Iterator[Ended]
-"""What ended in each engine step that ended any."""
+"""Ended responses of each engine step that ended any."""
 
 
 Came = Callable[[float | None], float | None]
-"""Waits at most so many seconds (None: to the end); the `time.perf_counter` at which all came, or None."""
+"""Waits at most this many seconds (None: to the end); returns the `time.perf_counter` of completion, or None."""
 
 
 class Meanwhile(Protocol):
-    """Works while an environment does. The ranks of a replica call its methods alike."""
+    """Work during an environment's steps. All ranks of a replica make the same calls."""
 
     def between_steps(self) -> None:
         """Called between two steps of the engine."""
         ...
 
     def until(self, came: Came | None) -> None:
-        """Called where nothing can be generated; returns once `came`. None on ranks that don't know what does."""
+        """Called if nothing can be generated; returns once `came`. None on ranks that can't check it."""
         ...
 
 
 class Turns(Protocol):
-    """Lets an environment answer between the turns of a row."""
+    """Lets an environment reply between the turns of a row."""
 
     def run(
         self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
@@ -53,17 +53,17 @@ class Turns(Protocol):
 
 
 class StopPoint:
-    """Ends a rollout early where a rank that its engine computes with was asked to stop; the same on all of them."""
+    """Ends a rollout early if a rank of its engine was asked to stop; the same on all of them."""
 
     def __init__(self, mesh: GenerationMesh, is_hopeless: Callable[[], object] = bool):
-        """`is_hopeless`, of this rank's work, ends the rollout as well."""
+        """`is_hopeless`, a test of this rank's work, ends the rollout as well."""
         self._is_hopeless = is_hopeless
         self._axes = [axis for axis in (mesh.tensor, mesh.expert) if axis.size > 1]
         self._num_steps = 0
         self.is_reached = False
 
     def __call__(self) -> bool:
-        """Called before each step of the engine. Every 32nd time it is collective over the ranks of the engine."""
+        """Called before each step of the engine. Every 32nd call is collective over the ranks of the engine."""
         if self.is_reached:
             return True
         self._num_steps += 1
@@ -86,7 +86,7 @@ def run_rollout(
 ) -> Answers:  # fmt: skip
     """Run the requests, each with its prompt, in one turn or, with `turns`, in several; see `run_requests`.
 
-    `meanwhile` works where all rows wait for the environment.
+    `meanwhile` works while all rows wait for the environment.
     """
     if turns is None:
         return run_requests(engine, requests, is_enough)
@@ -98,8 +98,8 @@ def run_requests(
 ) -> Answers:
     """Run the engine until all rows have ended, or until `is_enough()` is true before one of its steps.
 
-    Then what is unfinished is aborted, and comes with the tokens that it has. Collective over the ranks that the engine
-    computes with: those of a replica bring the same requests.
+    Unfinished rows are then aborted, and come with their tokens so far. Collective over the ranks of the engine: the
+    ranks of a replica pass the same requests.
     """
     engine.submit(requests)
     request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
@@ -116,11 +116,11 @@ def run_requests(
 
 
 def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> Ended:
-    """The responses of each request together."""
+    """Group the responses by request."""
     together: dict[int, list[Response]] = {}
     for response in responses:
         number = request_of[response.row]
-        # Taken out and put last: a request is where its last response is, so that groups are whole in that order.
+        # Removed and put last: a request is placed by its last response, so that groups complete in that order.
         own = together.pop(number, [])
         own.append(response)
         together[number] = own
@@ -128,38 +128,38 @@ def by_request(responses: Iterable[Response], request_of: Mapping[int, int]) -> 
 
 
 def row_seed(seed: int, step: int, row: int) -> int:
-    """The 63-bit sampling seed of a row: the same on any number of ranks, and after a resume."""
+    """Return the 63-bit sampling seed of a row: the same on any number of ranks, and after a resume."""
     digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
 class EndedResponses:
-    """Responses to one prompt that have come to their end, by their places in its group."""
+    """Ended responses to one prompt, by their places in its group."""
 
     group: Hashable
-    """the same for all responses to this prompt, and no other group's"""
+    """the same for all responses to this prompt, and unique to its group"""
     prompt: Prompt
     group_size: int
     by_member: Mapping[int, Response]
 
     @classmethod
     def of(cls, group: Hashable, prompt: Prompt, group_size: int, responses: Iterable[Response]) -> EndedResponses:
-        """Those of a group whose rows have one number after the other, the first a multiple of `group_size`."""
+        """Build from a group whose rows are consecutive, the first a multiple of `group_size`."""
         return cls(group, prompt, group_size, {response.row % group_size: response for response in responses})
 
 
 class ResponseListener(Protocol):
-    """Called with the responses that ended in one engine step, as soon as they did, group by group.
+    """Receives the responses that ended in one engine step, at once, group by group.
 
-    Those of a group that a later step goes on with come again in the step that trains it, with that step's row numbers.
+    Those of a group that a later step continues are passed again in the step that trains on it, with its row numbers.
     """
 
     def ended(self, ended: Sequence[EndedResponses]) -> None: ...
 
 
 def columns_of(responses: Sequence[Response]) -> Batch:
-    """The generation state's columns of finished responses."""
+    """Return the generation state's columns of finished responses."""
     batch = token_columns(responses)
     finished = [int(response.finish == "stop") for response in responses]
     batch.put_dense("finished", torch.tensor(finished, dtype=torch.int32))
@@ -169,7 +169,7 @@ def columns_of(responses: Sequence[Response]) -> Batch:
 
 
 def token_columns(responses: Sequence[Response]) -> Batch:
-    """The columns of responses that have a value per token."""
+    """Return the columns of responses that have a value per token."""
     batch = Batch.of_rows(response.row for response in responses)
     batch.put_lists("response_ids", [response.token_ids for response in responses], torch.int32)
     batch.put_lists("rollout_logprobs", [response.logprobs for response in responses], torch.float32)

@@ -1,4 +1,4 @@
-"""A row that takes turns with an environment, and the request that each of its turns is to the engine."""
+"""A row that takes turns with an environment, and its request to the engine for each turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmdrl.runtime.workers.verdict import Outcome
 
 @dataclass(eq=False)
 class TurnRow:
-    """A row that takes turns: its tokens so far, and where the present turn begins."""
+    """A row that takes turns: its tokens so far, and the start of the present turn."""
 
     request: Request
     member: int
@@ -24,19 +24,19 @@ class TurnRow:
     so_far: PartialResponse = field(default_factory=lambda: PartialResponse((), (), (), None, ()))
     turn: int = 1
     start: int = 0
-    """tokens before the present turn"""
+    """number of tokens before the present turn"""
     outcome: Outcome | None = None
 
     @classmethod
     def of_member(cls, request: Request, member: int, prompt: Prompt, decode: Decode) -> TurnRow:
-        """A row of the request, with what it brings along."""
+        """Build a row of the request, with its partial response."""
         given = request.given[member]
         if not given.token_ids:
             return cls(request, member, prompt)
         assert given.turns is not None, f"row {request.rows[member]} has tokens, but not their turns"
         last = max(given.turns)
         row = cls(request, member, prompt, given, last, given.turns.index(last))
-        # The environment has already seen a pending row's last turn, even if it answered nothing.
+        # The environment has already seen a pending row's last turn, even without a reply.
         if not given.turns[-1] or _is_over(given.token_ids[row.start :], request, decode):
             row.begin_turn()
         return row
@@ -47,15 +47,15 @@ class TurnRow:
 
     @property
     def num_left(self) -> int:
-        """Tokens that the row may still get."""
+        """Number of tokens that the row may still get."""
         return self.request.sampling.max_tokens - len(self.so_far.token_ids)
 
     def begin_turn(self) -> None:
-        """Whatever comes next is another turn of the model."""
+        """Start another turn of the model with the next token."""
         self.turn, self.start = self.turn + 1, len(self.so_far.token_ids)
 
     def turn_request(self) -> Request:
-        """The present turn as the engine answers it: all before it is the prompt."""
+        """Return the engine's request for the present turn: all before it is the prompt."""
         given, start = self.so_far, self.start
         in_turn = PartialResponse(
             given.token_ids[start:], given.logprobs[start:], given.versions[start:], given.choices
@@ -64,14 +64,14 @@ class TurnRow:
         return Request(
             (self.row,),
             (*self.request.prompt_ids, *given.token_ids[:start]),
-            # Engines whose random numbers begin with each request must not repeat those of the turns before.
+            # Engines whose random numbers restart with each request must not repeat those of earlier turns.
             ((self.request.seeds[self.member] + start) % (1 << 63),),
             replace(sampling, max_tokens=sampling.max_tokens - start),
             partial=(in_turn,) if in_turn.token_ids else None,
         )
 
     def take(self, response: Response) -> None:
-        """Add what the engine gave in the present turn, in place of what it was given of it."""
+        """Replace the present turn's tokens by the engine's response."""
         before, start = self.so_far, self.start
         assert before.turns is not None
         self.so_far = PartialResponse(
@@ -83,7 +83,7 @@ class TurnRow:
         )
 
     def read(self, token_ids: Sequence[int], version: int) -> None:
-        """Add what the environment gave the model to read, and begin another turn."""
+        """Add the environment's tokens, and start another turn."""
         before, num_new = self.so_far, len(token_ids)
         assert before.turns is not None
         self.so_far = PartialResponse(
@@ -96,7 +96,7 @@ class TurnRow:
         self.begin_turn()
 
     def episode(self, decode: Decode) -> Episode:
-        """The row as the environment sees it when the present turn has ended."""
+        """Return the row as the environment sees it at the end of the present turn."""
         given = self.so_far
         assert given.turns is not None
         *before, (text, _) = turn_texts(given.token_ids, given.turns, decode)
@@ -112,7 +112,7 @@ class TurnRow:
 
 
 def _is_over(turn_ids: Sequence[int], request: Request, decode: Decode) -> bool:
-    """Whether a stop token or a stop string ended these tokens of one turn."""
+    """Return True if a stop token or a stop string ended these tokens of one turn."""
     sampling = request.sampling
     if turn_ids[-1] in sampling.stop_token_ids:
         return True
@@ -120,7 +120,7 @@ def _is_over(turn_ids: Sequence[int], request: Request, decode: Decode) -> bool:
 
 
 def _continued(before: PartialResponse, response: Response) -> torch.Tensor | None:
-    """The experts of all tokens fed; those that were known keep what was chosen when they were drawn from."""
+    """Return the experts of all fed tokens; known ones keep the choices from when they were drawn from."""
     if before.choices is None or response.choices is None:
         return response.choices
     return torch.cat((before.choices, response.choices[len(before.choices) :]))

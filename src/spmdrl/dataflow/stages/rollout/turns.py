@@ -1,12 +1,12 @@
-"""Rollouts in turns: the model writes, an environment answers, until it ends the row.
+"""Rollouts in turns: the model writes, an environment replies, until it ends the row.
 
     in the engine --turn ended--> waiting for a step --observation--> in the engine
           |                               |
           +--no tokens left--> ended <----+--End, failure, or no room for what it answers
 
-A row whose turn ended leaves the engine while its step runs, and comes back as a request of its own with all its
-tokens. It does so a fixed number of engine steps later, however long its step took: which rows decode together, and so
-every last bit, depends on tokens alone.
+A row whose turn ended leaves the engine while its step runs, and returns as a request of its own with all its tokens.
+It does so a fixed number of engine steps later, however long its step took: the set of rows that decode together, and
+so every last bit, depends on tokens only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
 EncodeForeign = Callable[[str, str, str], list[int]]
-"""The tokens of a text that others wrote, and of what stands before and after it (`Observation`)."""
+"""Tokens of a text by others, and of the text before and after it (`Observation`)."""
 
 
 class RolloutTurns:
@@ -49,10 +49,10 @@ class RolloutTurns:
         self, pool: EnvironmentPool | None, mesh: GenerationMesh, *, lockstep: Lockstep, decode: Decode,
         decode_all: Decode, encode: EncodeForeign, vocab_size: int, return_after: int,
     ):  # fmt: skip
-        """`lockstep` joins the replicas that step together; `return_after` counts engine steps.
+        """`lockstep` connects the replicas that step together; `return_after` counts engine steps.
 
-        `decode` gives the texts that an environment reads, `decode_all` those in which stop strings are found.
-        `vocab_size` is the model's: tokenizers may have more tokens than it has embeddings.
+        `decode` makes the texts for the environment, `decode_all` those searched for stop strings. `vocab_size` is the
+        model's: tokenizers may have more tokens than it has embeddings.
         """
         assert (pool is not None) == mesh.is_leader, "the first rank of a replica takes the steps"
         self._pool = pool
@@ -68,7 +68,7 @@ class RolloutTurns:
         self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
         is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers:  # fmt: skip
-        """As `run_requests`, with a prompt for each request; responses hold all turns.
+        """Run like `run_requests`, with a prompt for each request; responses hold all turns.
 
         Collective over the ranks that the engine computes with.
         """
@@ -93,7 +93,7 @@ class RolloutTurns:
             done = [one for response in ended for one in self._after_turn(rows[response.row], response)]
             finished = {one.row for one in done}
             waiting |= {one.row: num_steps + self._return_after for one in ended if one.row not in finished}
-            # Where nothing runs, the next ones come back at once.
+            # If nothing runs, the next ones return at once.
             until = num_steps if engine.has_work else max(num_steps, min(waiting.values(), default=0))
             due = [row for row, when in waiting.items() if when <= until]
             done += self._bring_back(engine, [rows[row] for row in due], meanwhile)
@@ -106,7 +106,7 @@ class RolloutTurns:
             yield by_request(left, request_of)
 
     def _after_turn(self, row: TurnRow, response: Response) -> list[Response]:
-        """The whole response where the row can't go on; else its step is under way."""
+        """Return the whole response if the row can't continue; else start its step."""
         row.take(response)
         if response.finish != "stop":
             return [row.response(response.finish)]
@@ -129,14 +129,14 @@ class RolloutTurns:
     def _left_over(
         self, engine: AnsweringEngine, rows: dict[int, TurnRow], aborted: Sequence[Response], waiting: Sequence[int]
     ) -> list[Response]:
-        """What is left when the engine stops early. Steps under way are waited for, so that none is taken twice."""
+        """Return the rest when the engine stops early. Running steps are waited for, so that none is repeated."""
         out = [one for response in aborted for one in self._after_turn(rows[response.row], response)]
         for row, result in self._results([rows[row] for row in waiting]):
             out.append(row.response(self._finish(row, result, engine.version) or "aborted"))
         return out
 
     def _finish(self, row: TurnRow, result: StepResult, version: int) -> Finish | None:
-        """How the row ends with this step, or None where it goes on with what it reads."""
+        """Return the row's end after this step, or None if it continues with the observation."""
         if result.verdict is not None:
             row.outcome = Outcome(None, result.verdict, result.error)
         elif result.observation is None:
@@ -156,7 +156,7 @@ class RolloutTurns:
         return "stop"
 
     def _results(self, rows: Sequence[TurnRow]) -> list[tuple[TurnRow, StepResult]]:
-        """The steps of these rows, waited for; none where the run is to stop. Collective over the replica."""
+        """Wait for these rows' steps and return them; none if the run must stop. Collective over the replica."""
         if not rows:
             return []
         payload = None
@@ -174,13 +174,13 @@ class RolloutTurns:
 
 
 def _open_rows(rows: Mapping[int, TurnRow], waiting: Mapping[int, int]) -> str:
-    """Names the rows that an environment answers now, with the turns that they are in; for another thread."""
+    """Name the rows that wait for an environment, with their turns; for another thread."""
     named = [f"{row} (turn {rows[row].turn})" for row in list(waiting)]
     return f"the environment answers rows {first_few(named)}" if named else f"{len(rows)} rows"
 
 
 def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]:
-    """The first requests to the engine: one for all rows without tokens, so that their prompt is computed once."""
+    """Return the first requests: one for all rows without tokens, so that their prompt is computed once."""
     begun = [rows[row] for row in request.rows if rows[row].so_far.token_ids]
     fresh = [member for member, row in enumerate(request.rows) if not rows[row].so_far.token_ids]
     requests = [row.turn_request() for row in begun]
@@ -194,7 +194,7 @@ def build_turns(
     config: EnvironmentConfig, mesh: GenerationMesh, tokenizer: ModelTokenizer, device: torch.device, stack: ExitStack,
     *, vocab_size: int, strikes: Strikes | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
-    """Turns with the environment of a configuration, closed with the stack; None without one."""
+    """Build turns with a configuration's environment, closed with the stack; None without one."""
     if config.function is None:
         return None
     pool = stack.enter_context(EnvironmentPool(config, strikes=strikes)) if mesh.is_leader else None
