@@ -1,4 +1,4 @@
-"""The `check` verb: prints whether a verb would start, what its config means, and why it can't run if it can't."""
+"""The `check` verb: prints whether a verb would start, what its config means, and any reason against it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def main(
     planned: LaunchEnvironment | None = None, device_gib: int | None = None,
     is_linted: bool = False, is_whole: bool = False,
 ) -> int:  # fmt: skip
-    """Print whether `verb` would start, then what it would do, and train nothing.
+    """Print whether `verb` would start, then its plan; trains nothing.
 
-    Refuses what the verb would refuse before its first step. `planned` is another job to check for, whose devices
-    needn't be here; `device_gib` is the memory of each. With `is_linted` rewards are scored on responses of known
-    worth; with `is_whole` the whole config is printed. Returns 1 where a line failed. Collective under a launcher,
+    Raises the errors that the verb would raise before its first step. `planned` is another job to check for, whose
+    devices needn't be here; `device_gib` is the memory of each. With `is_linted` rewards are scored on responses of
+    known worth; with `is_whole` the whole config is printed. Returns 1 if a line failed. Collective under a launcher,
     unless another job is planned.
     """
     own = read_launch_environment(os.environ)
@@ -46,7 +46,7 @@ def main(
     if own.rank != 0:
         return int(not all(line.passed for line in machine))
     wanted = checked.config.resources.device
-    # A named memory is that of devices which needn't be here.
+    # A given memory size belongs to devices which needn't be here.
     here = "cuda" if device_gib is not None and find_device("auto", 0).is_cpu else find_device("auto", 0).kind
     kind = here if wanted == "auto" else wanted
     memory = _memory(needed_bytes(checked, prepared, launch, kind), launch, kind, device_gib, is_here=not planned)
@@ -73,14 +73,14 @@ def main(
 def refuse_what_ranks_would(
     loaded: LoadedConfig[Config], verb: Verb, planned: LaunchEnvironment | None, prompts: Sequence[str] = ()
 ) -> tuple[LoadedConfig[Config], CheckedRun, Prepared]:
-    """The config, and all else that a verb's ranks would begin with; raises what they would refuse to start with."""
+    """Return the config, and all other inputs of a verb's ranks; raises their errors before the start."""
     loaded = with_settings_of_run(loaded, verb)
     checked = check_run(loaded, verb, prompts, launch=planned)
     return loaded, checked, prepare_without_weights(checked)
 
 
 def _memory(needed: int, launch: LaunchEnvironment, kind: str, device_gib: int | None, *, is_here: bool) -> CheckLine:
-    """Compare a rank's state with the memory there is for it."""
+    """Compare a rank's state with the available memory."""
     there, where = device_gib and device_gib << 30, "a device"
     if there is None and is_here and kind == "cpu":
         there, where = free_host_bytes() // launch.local_world_size, "the host's free memory for each rank"
@@ -99,7 +99,7 @@ def _memory(needed: int, launch: LaunchEnvironment, kind: str, device_gib: int |
 def _verdict(
     checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, failed: list[str], figures: list[CheckLine]
 ) -> Iterator[str]:
-    """The verdict with its main figures, the faults, and the first row."""
+    """Yield the verdict with its main figures, the faults, and the first row."""
     verdict = f"no: {len(failed)} problem{'s'[: len(failed) > 1]}" if failed else "yes"
     size = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
     if prepared.train_prompts is not None:
@@ -113,7 +113,7 @@ def _verdict(
 
 
 def _changed(loaded: LoadedConfig[Config]) -> Iterator[str]:
-    """The settings that aren't defaults."""
+    """Yield the settings that aren't defaults."""
     values = dict(value_leaves(loaded.value))
     changed = {key: origin for key, origin in loaded.origin.items() if origin != DEFAULT}
     yield "settings:"
@@ -140,7 +140,7 @@ _MOST_LINES = 8
 
 
 def data_warnings(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
-    """Warnings about data that a run may use otherwise than it was meant."""
+    """Yield warnings about data that a run may use in an unintended way."""
     if columns := unread_columns(checked):
         yield f"columns that nothing reads: {', '.join(columns)}"
     prompts = [one for one in (prepared.train_prompts, prepared.held_out) if one is not None]
@@ -153,7 +153,7 @@ def data_warnings(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
 
 
 def unknown_characters(sources: list[PromptSource], tokenizer: ModelTokenizer) -> set[str]:
-    """The printable characters of prompts that become the unknown token, or nothing."""
+    """Return the printable characters of prompts that become the unknown token, or nothing."""
     letters: set[str] = set()
     for source in sources:
         letters.update(*(prompt.text for prompt in source.all()))
@@ -164,7 +164,7 @@ def unknown_characters(sources: list[PromptSource], tokenizer: ModelTokenizer) -
 
 
 def row_lines(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
-    """The first row in the order of the files."""
+    """Yield the first row in the order of the files."""
     prompts = prepared.held_out if prepared.train_prompts is None else prepared.train_prompts
     assert prompts is not None, "every verb reads rows"
     prompt = next(prompts.all())
@@ -173,7 +173,7 @@ def row_lines(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
     answers = {"answer": prompt.answer}
     if names := ("learnt",) if checked.verb == "sft" else ("chosen", "rejected") if checked.verb in ON_PAIRS else ():
         rows = LearntRows(prepared.renderer, checked.config.sft.turns if checked.verb == "sft" else "last").of(prompt)
-        # With the end of turn that the template writes: it is learnt too.
+        # With the end of turn that the template writes: it is trained on, too.
         ids = [[one for one, is_learnt in zip(row.ids, row.is_learnt, strict=True) if is_learnt] for row in rows]
         answers = dict(zip(names, map(prepared.tokenizer.decode_all, ids), strict=True))
     for name, text in answers.items():
@@ -186,7 +186,7 @@ def row_lines(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
 
 
 def _cut(text: str) -> list[str]:
-    """The text in lines, the middle of a long one left out."""
+    """Return the text in lines, without the middle of a long one."""
     lines = [part for line in text.splitlines() or [text] for part in textwrap.wrap(line, _WIDTH) or [""]] or [""]
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2

@@ -1,4 +1,4 @@
-"""The `eval` verb: what a model's answers to held-out prompts score, with every answer written down."""
+"""The `eval` verb: scores of a model's responses to held-out prompts, with all responses in a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     started = time.perf_counter()
     loaded = with_settings_of_run(loaded, "eval")
     config, checked = loaded.value, check_run(loaded, verb="eval")
-    # Beside a training run in the same folder, but not beside another evaluation, which writes the same files.
+    # May run beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():
         with explained_memory(config.rollout, config.train):
             evaluation, folder = _evaluate(checked, world)
@@ -39,7 +39,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
 
 
 def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
-    """The evaluation, and the folder for what it found. Collective."""
+    """Return the evaluation, and the folder for its results. Collective."""
     config = checked.config
     console = Console(enabled=world.is_main)
     prepared = prepare_together(checked, world, console)

@@ -1,4 +1,4 @@
-"""The `generate` verb: a model's answers to prompts, as JSON lines on the screen and in the run's folder."""
+"""The `generate` verb: a model's responses to prompts, as JSON lines on the screen and in the run's folder."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ FILE = "generated.jsonl"
 
 
 def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
-    """Answer prompts with the sampling of the section `rollout`, `eval.num_samples` times each.
+    """Generate responses with the sampling of the section `rollout`, `eval.num_samples` per prompt.
 
-    Of a run's model, as its evaluations are answered, where the config doesn't set it.
-    Those of `data.eval` are answered into a folder of the model below the run's, and the same command again goes on
-    with the answers of one that was interrupted. `prompts`, where there are any, take their place; their answers are
-    shown and leave no file.
+    A run's model is used as in its evaluations, if the config doesn't set one. Responses to `data.eval` go to a folder
+    of the model below the run's, and repeating an interrupted command continues it. `prompts`, if given, replace them;
+    their responses are shown and leave no file.
     """
     started = time.perf_counter()
     loaded = with_settings_of_run(loaded, "generate")
@@ -75,7 +74,7 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
 
 
 def _show_answers(prompts: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> None:
-    """Each prompt after `> `, and below it its answers."""
+    """Show each prompt after `> `, and its responses below."""
     num_samples = len(answers) // len(prompts)
     for answer in answers:
         prompt, sample = divmod(answer["row"], num_samples)
@@ -88,7 +87,7 @@ def _show_answers(prompts: Sequence[str], answers: Sequence[Mapping[str, Any]]) 
 
 
 def _write_answers(config: Config, lines: Sequence[str], path: Path, seconds: float) -> None:
-    """Write the answers and, beside them, the summary, and print them all."""
+    """Write the responses and, beside them, the summary, and print them all."""
     write_atomic(path, "".join(f"{line}\n" for line in lines))
     settings = {"model": config.model.path, "data": str(config.data.eval), "num_samples": config.eval.num_samples}
     found = {"rows": len(lines), "finish": Counter(json.loads(line)["finish"] for line in lines), "seconds": seconds}
@@ -101,7 +100,7 @@ def _write_answers(config: Config, lines: Sequence[str], path: Path, seconds: fl
 
 
 def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAnswers:
-    """Answer all rows that no interrupted run has answered, and keep each as it ends. Collective."""
+    """Generate all rows that no interrupted run has finished, and store each as it ends. Collective."""
     config = checked.config
     console = Console(enabled=world.is_main, stream=sys.stderr)
     prepared = prepare_together(checked, world, console)
@@ -118,7 +117,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
         console.note(note)
     replica = load_replica(config, source, world, console)
     requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
-    # Those of this replica alone: others have as many rows, give or take a prompt.
+    # This replica's only: others have as many rows, give or take a prompt.
     unit = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
     num_rows = sum(len(request.rows) for request in requests)
     progress = GenerationProgress(num_rows, unit) if world.is_main else None
@@ -147,13 +146,13 @@ def _requests(
     config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int],
     max_positions: int,
 ) -> list[Request]:  # fmt: skip
-    """This replica's requests: the rows of its prompts that aren't done. Answers end at the model's last position."""
+    """Return requests for this replica's unfinished rows. Responses end at the model's last position."""
     size, requests = config.eval.num_samples, []
     for number in replica.share_of(len(prompts)):
         rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
         seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
         prompt_ids = tuple(prompts[number].prompt_ids)
-        # A prompt that fills all positions is refused by the engine, with its length.
+        # The engine refuses a prompt that fills all positions, with its length.
         num_left = max(1, max_positions - len(prompt_ids))
         limited = replace(sampling, max_tokens=num_left) if num_left < sampling.max_tokens else sampling
         if rows:
@@ -162,7 +161,7 @@ def _requests(
 
 
 def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The settings and inputs that answers depend on; those of an interrupted run must be the same."""
+    """Return the settings and inputs that responses depend on; an interrupted run's must be the same."""
     rollout = config.rollout
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
     return {

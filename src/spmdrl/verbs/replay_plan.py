@@ -1,4 +1,4 @@
-"""From where a step of a run is done again, with which settings, and whether that gives the same bits."""
+"""Start, settings and feasibility of repeating a run's step to the bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNTIL = re.compile(re.escape(resolved_config_until(0)).replace("000000", r"(\d+
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What is done again: the steps behind a checkpoint, up to the one whose rows are wanted."""
+    """Steps to repeat: from a checkpoint to the step whose rows are wanted."""
 
     run: Path
     step: int
@@ -33,15 +33,15 @@ class ReplayPlan:
     """None: the steps from the first one on"""
     first_step: int
     ranks: int
-    """of the run's job; 1 where it isn't recorded"""
+    """number of ranks of the run's job; 1 if it isn't recorded"""
     recorded: dict[int, RowDigests]
-    """by row, what the run recorded of the step"""
+    """the run's records of the step, by row"""
 
 
 def plan_replay(run: Path, step: int, checkpoint: Path | None) -> ReplayPlan:
     """Choose the newest sound checkpoint before the step, unless one is given.
 
-    Raises ConfigError where there is none, or where steps of several ranks would have to be done again.
+    Raises ConfigError if there is none, or if steps of several ranks would have to be repeated.
     """
     if not (run / RESOLVED_CONFIG).is_file():
         raise ConfigError(f"{run} has no {RESOLVED_CONFIG}; name the folder of a run of the verb train")
@@ -69,15 +69,15 @@ def plan_replay(run: Path, step: int, checkpoint: Path | None) -> ReplayPlan:
 
 
 def config_of_step(run: Path, step: int) -> Path:
-    """The file with the settings that a run had in a step: earlier ones are kept under the step that they led to."""
+    """Return the file with a step's settings: earlier ones are kept under the step that they led to."""
     until = {int(found[1]): path for path in run.iterdir() if (found := _UNTIL.fullmatch(path.name))}
     return until[min(later)] if (later := [one for one in until if one >= step]) else run / RESOLVED_CONFIG
 
 
 def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) -> LoadedConfig[Config]:
-    """The run's settings for one process that writes into `folder`, and neither evaluates nor saves.
+    """Return the run's settings for one process that writes into `folder`, and neither evaluates nor saves.
 
-    Raises ConfigError for what one process doesn't repeat.
+    Raises ConfigError for settings that one process can't repeat.
     """
     config = loaded.value
     if plan.step > config.train.max_steps:
@@ -110,14 +110,14 @@ def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) 
 
 
 def _model_at_start(run: Path) -> Path | None:
-    """The model that the run made, or that its warm start left; None where it began with another folder's."""
+    """Return the model that the run made, or that its warm start left; None if it began with another folder's."""
     if (run / WARM_START).is_dir() and (model := newest_sound_model(run / WARM_START)) is not None:
         return Path(model)
     return run / "initial_model" if (run / "initial_model").is_dir() else None
 
 
 def _resumable(run: Path) -> dict[int, Path | None]:
-    """By step, the checkpoints that training can go on from."""
+    """Return the checkpoints that training can resume from, by step."""
     found: dict[int, Path | None] = {}
     for folder in (run / CHECKPOINTS).glob("step_*"):
         step = step_of_folder(folder.name)
@@ -127,6 +127,6 @@ def _resumable(run: Path) -> dict[int, Path | None]:
 
 
 def _ranks_of(run: Path) -> int:
-    """As the run's summary has it, such as `2 x cpu`."""
+    """Return the number of ranks in the run's summary, such as `2 x cpu`."""
     number, _, _ = str(read_summary(run).get("devices", "")).partition(" ")
     return int(number) if number.isdecimal() else 1

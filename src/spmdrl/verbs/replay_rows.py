@@ -1,4 +1,4 @@
-"""The `replay` verb: rows of a step generated, rewarded and trained again, beside what the run recorded of them."""
+"""The `replay` verb: rows of a step generated, rewarded and trained again, beside the run's records of them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _COMPARED = {
     "trainer": "trainer's log-probs",
     "loss": "loss terms",
 }
-"""what is compared, by its field of RowDigests"""
+"""compared facts, by their field of RowDigests"""
 _LEFT_DEBUGGER = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay rows, write them into a report, and return 1 where one isn't what the run recorded."""
+    """Replay rows, write them into a report, and return 1 if one differs from the run's record."""
     arguments = _parser().parse_intermixed_args(argv)
     if read_launch_environment(os.environ).world_size > 1:
         raise ConfigError("replay runs in one process; start it without a launcher: python -m spmdrl replay ...")
@@ -103,7 +103,7 @@ def _replayed(checked: CheckedRun, plan: ReplayPlan, rows: Sequence[int], *, sto
 
 
 def _compared(row: ReplayedRow, again: RowDigests | None, recorded: RowDigests | None) -> ReplayedRow:
-    """The row, beside what the run recorded of it; None in place of digests where a step left the row out."""
+    """Return the row beside the run's record of it; None in place of digests if a step left the row out."""
     if recorded is None:
         return row
     if again is None:

@@ -1,4 +1,4 @@
-"""A hook in the stages of a training run, which looks at some rows of one step.
+"""A hook in the stages of a training run, which observes some rows of one step.
 
 Shape letters: `R` packed response tokens of a micro-batch.
 """
@@ -34,11 +34,11 @@ _COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished", "reward"
 
 
 class StepReplayed(Exception):
-    """The step is done; nothing of the loop behind its update is needed."""
+    """Ends the loop: the step is done, and nothing after its update is needed."""
 
 
 class ReplayWatch(StageHook):
-    """Keeps what a step makes of some rows, and ends it after its update by StepReplayed."""
+    """Records a step's results for some rows, and ends it after its update by StepReplayed."""
 
     def __init__(
         self, step: int, rows: Sequence[int], tokenizer: ModelTokenizer, config: RewardConfig, *, stops: bool
@@ -52,7 +52,7 @@ class ReplayWatch(StageHook):
         self._stops = stops
         self._is_reached = False
         self._trained: dict[int, dict[str, list[float]]] = {}
-        """by row, numbers of ReplayedToken by name, of each token that the model wrote, in the first update with it"""
+        """by row, values of ReplayedToken by name, for each of the model's tokens, in the first update with it"""
 
     def before(self, state: WorkerState, samples: Samples) -> None:
         self._is_reached = samples.step == self._step
@@ -73,7 +73,7 @@ class ReplayWatch(StageHook):
                 self._stop_in_reward(samples, row)
 
     def _stop_in_reward(self, samples: Samples, row: int) -> None:
-        """Call the reward functions for one row, in this process; the step has the values of its own calls."""
+        """Call the reward functions for one row, in this process; the step uses the values of its own calls."""
         turns = {TURNS} & samples.rows.reads(WorkerState.UPDATE)
         batch = samples.read([row], {"response_ids", *turns})
         ids, turn_of = (
@@ -93,7 +93,7 @@ class ReplayWatch(StageHook):
         row_R, logprobs_R = terms.columns[ROW], terms.logprobs_R
         rows = [row for row in self._rows if row not in self._trained and bool((row_R == row).any())]
         if rows and self._stops:
-            # Called once more, for the debugger alone.
+            # Called once more, for the debugger only.
             stop(f"the loss of rows {rows}: `s` steps into learner.loss; p terms.logprobs_R[row_R == {rows[0]}]")
             learner.loss(terms)
         # Without the column, they are those that the update computes first.
@@ -149,7 +149,7 @@ class ReplayWatch(StageHook):
     def _tokens(
         self, ids: Sequence[int], turns: Sequence[int] | None, columns: dict[str, list[float]]
     ) -> Iterator[ReplayedToken]:
-        """Each token, with the next of the numbers in `columns` where the model wrote it."""
+        """Yield each token, with the next of the numbers in `columns` if the model wrote it."""
         place = 0
         for token, turn in zip(ids, turns or [1] * len(ids), strict=True):
             numbers = {name: values[place] for name, values in columns.items()} if turn > 0 else {}

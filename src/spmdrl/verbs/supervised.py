@@ -38,7 +38,7 @@ def main(loaded: LoadedConfig[Config], verb: Verb) -> int:
 
 
 def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
-    """With `sft.max_steps` > 0, train on answers first, in a run of its own below this one's folder. Collective."""
+    """Train on answers first if `sft.max_steps` > 0, in a run of its own below this one's folder. Collective."""
     config = checked.config
     if config.sft.max_steps == 0:
         return checked
@@ -46,7 +46,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     inner = replace(
         config,
         run=replace(config.run, dir=str(folder)),
-        # In float32, because the run goes on from these weights and not from the trainer's state.
+        # In float32, because the run continues from these weights and not from the trainer's state.
         checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None, keep_best=None, dtype="float32"),
         resume="auto",
     )
@@ -63,7 +63,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         model = finished_model(folder, world)
     else:
         with start_up():
-            # Refuses a folder whose supervised run, which has ended, was another one.
+            # Refuses a folder whose finished supervised run was another one.
             admit(warm_start, {POLICY: prepare_model(inner, world)}, world, console)
     if model is None:
         raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
@@ -72,7 +72,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
 
 
 def train_supervised(checked: CheckedRun, world: World) -> None:
-    """Run the supervised steps of a run, going on where they stopped. Collective."""
+    """Run the supervised steps of a run, resuming where they stopped. Collective."""
     run = Run(checked, world)
     with recording_failure(run), ExitStack() as stack:
         with start_up():

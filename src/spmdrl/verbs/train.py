@@ -27,12 +27,12 @@ from spmdrl.verbs.supervised import warm_started
 
 
 def main(loaded: LoadedConfig[Config]) -> int:
-    """Train with rewards; the same command again goes on from the newest checkpoint."""
+    """Train with rewards; repeating the command resumes from the newest checkpoint."""
     started = time.perf_counter()
     config, checked = loaded.value, check_run(loaded, verb="train")
     is_here = config.model.path is None or Path(config.model.path).expanduser().is_dir()
     if config.sft.max_steps and is_here and not (config.run.folder / WARM_START).exists():
-        # What the steps with rewards can't do is refused before the supervised ones.
+        # Errors of the steps with rewards are raised before the supervised ones.
         prepare_without_weights(checked)
     if config.debug.deterministic:
         make_deterministic()
@@ -88,9 +88,9 @@ def loop(training: Training) -> None:
 
 
 def abandon_step(training: Training, reason: str) -> NoReturn:
-    """Leave a step that has trained nothing yet, save the one before, and raise Stopped. Collective over all ranks.
+    """Leave a step that has trained nothing yet, save the previous one, and raise Stopped. Collective over all ranks.
 
-    The same command does the step again, to the bit.
+    The same command repeats the step, to the bit.
     """
     if training.replica.engine.num_unfinished:
         # Ranks may have agreed in the middle of generation, as they announced a portion.

@@ -1,1 +1,1 @@
-"""The verb `doctor`: what this machine's devices must do for a job, checked stage by stage."""
+"""The verb `doctor`: checks, stage by stage, that this machine's devices can run a job."""

@@ -1,4 +1,4 @@
-"""The verdicts of all stages, as JSON and as a Markdown table."""
+"""Verdicts of all stages, as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _RATES = re.compile("per_second$|share_of_")
 
 @dataclass(frozen=True)
 class StageVerdict:
-    """What became of one stage."""
+    """Result of one stage."""
 
     stage: str
     verdict: Verdict
     reason: str = ""
-    """why it failed or was skipped"""
+    """reason for failing or skipping it"""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What the whole check found on one device."""
+    """Results of the whole check on one device."""
 
     device: Mapping[str, Any]
     stages: Sequence[StageVerdict]
@@ -35,7 +35,7 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no stage failed."""
+        """True if no stage failed."""
         return all(stage.verdict != "failed" for stage in self.stages)
 
     def to_json(self) -> str:
@@ -54,7 +54,7 @@ class CheckReport:
 
 
 def verdict_of(stage: str, ranks: Sequence[RankOutcome], *, crash: str | None, seconds: float) -> StageVerdict:
-    """The verdict on what the ranks found, in rank order; `crash` is how their processes ended, unless well."""
+    """Return the verdict on the ranks' outcomes, in rank order; `crash` describes the end of processes that crashed."""
     skipped = next((rank.skipped for rank in ranks if rank.skipped), None)
     if skipped and crash is None:
         return StageVerdict(stage, "skipped", skipped)
@@ -72,7 +72,7 @@ def verdict_of(stage: str, ranks: Sequence[RankOutcome], *, crash: str | None, s
 
 
 def _joined(ranks: Sequence[RankOutcome]) -> dict[str, Any]:
-    """The first rank's figures, but rates of the slowest rank, which finds a slow device or link."""
+    """Return the first rank's figures, but rates of the slowest rank, which exposes a slow device or link."""
     if not ranks:
         return {}
     slowest = {
@@ -84,7 +84,7 @@ def _joined(ranks: Sequence[RankOutcome]) -> dict[str, Any]:
 
 
 def _figures(figures: Mapping[str, Any]) -> str:
-    """Numbers and texts; mappings are left to the JSON."""
+    """Return numbers and texts; mappings are for the JSON only."""
     return ", ".join(f"{name} {_shown(value)}" for name, value in figures.items() if not isinstance(value, Mapping))
 
 

@@ -1,4 +1,4 @@
-"""Runs commands to their end or their limit, and leaves no process of theirs behind, not even a daemon."""
+"""Execution of commands to their end or time limit, leaving no process behind, not even a daemon."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class CommandFailed(RuntimeError):
     def __init__(self, command: Sequence[str], how: str, log: str):
         super().__init__(f"{shlex.join(command)} ended with {how}:\n{log[-MOST_LOG_CHARACTERS:]}")
         self.how = how
-        """its exit code, negative for a signal, or `nothing within 10 s`"""
+        """exit code, negative for a signal, or `nothing within 10 s`"""
         self.log = log
         """its stderr"""
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_seconds: float) -> str:
-    """Run a command with some more variables; returns what it printed.
+    """Run a command with additional environment variables; returns its output.
 
     Raises CommandFailed with the end of its stderr if it fails or takes too long.
     """
@@ -49,7 +49,7 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_sec
 
 
 def text_of(file: IO[bytes]) -> str:
-    """The whole content of an open file."""
+    """Return the whole content of an open file."""
     file.seek(0)
     return file.read().decode(errors="replace")
 
@@ -58,9 +58,9 @@ def text_of(file: IO[bytes]) -> str:
 def started(
     command: Sequence[str], environment: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command with some more variables; on the way out kill it and everything that it started."""
-    # Whatever the command starts inherits the mark, also where it leaves the command's session. Commands that it runs
-    # with marks of their own keep this one too, or they would outlive it where it is killed.
+    """Start a command with additional environment variables; on exit kill it and everything that it started."""
+    # Whatever the command starts inherits the mark, even outside of the command's session. Commands that it runs with
+    # marks of their own keep this one too, or they would outlive it when it is killed.
     mark = uuid.uuid4().hex
     variables = {**os.environ, **environment, MARK: f"{os.environ.get(MARK, '')}{_BEFORE_MARK}{mark}"}
     with sigterm_as_exit():
@@ -90,7 +90,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    # A process that dies may have started another one just before.
+    # A dying process may have started another one just before.
     while left := marked_processes(mark):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Processes with this mark in their environment; those that have ended show none."""
+    """Return processes with this mark in their environment; ended ones show none."""
     name, found = f"{MARK}=".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

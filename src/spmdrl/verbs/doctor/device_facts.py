@@ -1,6 +1,6 @@
 """Facts of this machine's device, as JSON: `python -m spmdrl.verbs.doctor.device_facts [auto|cpu|cuda|npu]`.
 
-In a process of its own, because asking takes some of the device's memory until the process ends.
+In a process of its own, because the query holds some device memory until the process ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "torch_npu", "transformers", "tensordict", "vllm", "liger_
 
 
 def facts_of(device: Device) -> dict[str, Any]:
-    """Kind, name, number, memory and the versions that matter."""
+    """Return kind, name, number, memory and the relevant versions."""
     facts: dict[str, Any] = {"kind": device.kind, "name": platform.processor() or platform.machine(), "count": 1}
     memory = device.memory_bytes()
     if memory is not None:

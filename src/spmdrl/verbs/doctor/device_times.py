@@ -1,4 +1,4 @@
-"""Seconds of work on a device: from the moment at which it is idle to the one at which it is idle again."""
+"""Seconds of work on a device, from idle to idle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spmdrl.resources.device import Device
 
 
 def device_seconds(work: Callable[[], object], device: Device) -> float:
-    """Seconds that one call takes, what it queues on the device included."""
+    """Measure the seconds of one call, including its queued work on the device."""
     device.synchronize()
     start = time.perf_counter()
     work()
@@ -19,7 +19,7 @@ def device_seconds(work: Callable[[], object], device: Device) -> float:
 
 
 def median_seconds(work: Callable[[], object], device: Device, *, repeats: int = 5, warm_up: int = 1) -> float:
-    """The median of several calls, after some of warm-up."""
+    """Return the median of several calls after warm-up."""
     for _ in range(warm_up):
         work()
     return statistics.median(device_seconds(work, device) for _ in range(repeats))

@@ -1,4 +1,4 @@
-"""What everything else stands on: memory, streams, pinned copies and collectives, each checked by the bytes."""
+"""Basic device operations: memory, streams, pinned copies and collectives, each checked by the bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIGA = 1e9
 
 
 def check_device(run: StageRun) -> None:
-    """Every verb of `Device`, then the collectives. Collective over the world."""
+    """Check every operation of `Device`, then the collectives. Collective over the world."""
     device, num_bytes = run.device, _COPY_BYTES[run.scale]
     run.require(_is_selected(device), f"a tensor made on {device.kind!r} isn't on {device.torch_device}")
     _check_copies(run, num_bytes)
@@ -33,12 +33,12 @@ def check_device(run: StageRun) -> None:
 
 
 def _is_selected(device: Device) -> bool:
-    """Whether the kind alone means this rank's device, as it does after `select`."""
+    """Return True if the kind alone selects this rank's device, as after `select`."""
     return torch.empty(1, device=device.kind).device == device.torch_device
 
 
 def _check_copies(run: StageRun, num_bytes: int) -> None:
-    """Copies within the device and, from and to pinned and other memory, between it and the host."""
+    """Copy within the device and, from and to pinned and other memory, between it and the host."""
     device = run.device
     source = torch.arange(num_bytes // 8, device=device.torch_device)
     target = torch.empty_like(source)
@@ -80,7 +80,7 @@ def _used(device: Device) -> int:
 
 
 def _check_streams(run: StageRun) -> None:
-    """A side stream that waits for the main one copies what it wrote, and the event fires after the copy."""
+    """Check that a side stream waits for the main one, copies its result, and fires the event after the copy."""
     device = run.device
     side = device.module.Stream()
     values = torch.zeros(1 << 20, dtype=torch.int64, device=device.torch_device)
@@ -119,7 +119,7 @@ def _all_gather(run: StageRun) -> bool:
 
 
 def _all_to_all(run: StageRun) -> bool:
-    """Rank r gets the number of each rank from that rank."""
+    """Send each rank its number from every rank; checks the received numbers."""
     size = run.world.size
     received = torch.empty(size, dtype=torch.int64, device=run.device.torch_device)
     dist.all_to_all_single(received, torch.full_like(received, run.world.rank))
@@ -127,7 +127,7 @@ def _all_to_all(run: StageRun) -> bool:
 
 
 def _ring(run: StageRun) -> bool:
-    """Each rank sends to the next one."""
+    """Send from each rank to the next one; checks the received numbers."""
     size, rank = run.world.size, run.world.rank
     if size == 1:
         return True
@@ -146,7 +146,7 @@ def _own(run: StageRun) -> Tensor:
 
 
 def _all_reduce_rate(run: StageRun, num_bytes: int) -> float:
-    """GB/s of a rank's links, as NCCL's tests count them: 2 (n - 1) / n of the bytes each way."""
+    """Return GB/s of a rank's links, as NCCL's tests count them: 2 (n - 1) / n of the bytes each way."""
     tensor, size = torch.zeros(num_bytes // 4, device=run.device.torch_device), run.world.size
     seconds = median_seconds(lambda: dist.all_reduce(tensor), run.device)
     return 2 * (size - 1) / size * num_bytes / seconds / _GIGA

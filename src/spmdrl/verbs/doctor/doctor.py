@@ -1,8 +1,8 @@
-"""The verb `doctor`: a verdict on each thing that a device must do for a job, to run first on a new machine.
+"""The verb `doctor`: a verdict on each capability that a job needs, to run first on a new machine.
 
-Stages run in turn, each in processes of its own with a time limit, on all devices of this node. One that fails or
-crashes doesn't keep the others from running. One that passed isn't run again, unless the code, the versions or the
-sizes are others. docs/accelerators.md explains each stage.
+Stages run in turn, each in processes of its own with a time limit, on all devices of this node. The others still run if
+one fails or crashes. A passed stage isn't run again, unless the code, the versions or the sizes changed.
+docs/accelerators.md explains each stage.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from spmdrl.verbs.doctor.stage_run import RankOutcome, Scale
 from spmdrl.verbs.doctor.stage_table import STAGES, Stage
 
 _ASKING_SECONDS = 300.0
-# Kinds of device whose speed is worth measuring at full sizes.
+# Kinds of device measured at full sizes.
 _FULL_KINDS = ("cuda", "npu")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """How stages are run."""
+    """Settings of the stages."""
 
     device: Mapping[str, Any]
-    """facts of the device; `device_facts` has them"""
+    """facts of the device, from `device_facts`"""
     scale: Scale
     num_ranks: int
     folder: Path
-    """of verdicts and logs"""
+    """folder of verdicts and logs"""
     again: bool = False
-    """run stages that passed too"""
+    """run passed stages, too"""
 
     def conditions(self, stage: Stage) -> dict[str, Any]:
-        """Return what the stage's verdict depends on."""
+        """Return the conditions that the stage's verdict depends on."""
         return {
             "device": dict(self.device),
             "scale": self.scale,
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, stages: Sequence[Stage] = STA
 
 
 def run(arguments: argparse.Namespace, stages: Sequence[Stage] = STAGES) -> CheckReport:
-    """Run those that the arguments name. Raises ConfigError for a wrong stage, device or number of ranks."""
+    """Run the stages that the arguments name. Raises ConfigError for a wrong stage, device or number of ranks."""
     stages = chosen_stages(arguments.stages, stages)
     device = _facts(arguments.device)
     kind, count = device["kind"], device["count"]
@@ -98,12 +98,12 @@ def run(arguments: argparse.Namespace, stages: Sequence[Stage] = STAGES) -> Chec
 
 
 def scale_on(kind: str, *, small: bool) -> Scale:
-    """Full sizes on the kinds of device that are meant for them."""
+    """Return full sizes for the kinds of device that are meant for them."""
     return "full" if kind in _FULL_KINDS and not small else "small"
 
 
 def chosen_stages(names: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
-    """The stages of these names, in the order of the table; all if there are none."""
+    """Return the stages of these names, in the order of the table; all if there are none."""
     unknown = sorted(set(names) - {stage.name for stage in stages})
     if unknown:
         raise ConfigError(f"no stage is named {unknown[0]}; there are {', '.join(stage.name for stage in stages)}")
@@ -111,7 +111,7 @@ def chosen_stages(names: Sequence[str], stages: Sequence[Stage]) -> list[Stage]:
 
 
 def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
-    """Run those that haven't passed yet, and keep the verdicts of all."""
+    """Run stages that haven't passed yet, and store the verdicts of all."""
     check.folder.mkdir(parents=True, exist_ok=True)
     show(f"verdicts and logs are kept in {check.folder}", stream=sys.stderr)
     verdicts = []
@@ -137,7 +137,7 @@ def _notes(check: Check) -> tuple[str, ...]:
 
 
 def _run_stage(stage: Stage, check: Check) -> StageVerdict:
-    """Run one stage in processes of its own. Whatever becomes of them is a verdict."""
+    """Run one stage in processes of its own. Any outcome becomes a verdict."""
     skipped = stage.skipped_on(check.device)
     if skipped is not None:
         return StageVerdict(stage.name, "skipped", skipped)
@@ -166,7 +166,7 @@ def _rank_of(path: Path) -> int:
 
 
 def _how_it_ended(failed: CommandFailed) -> str:
-    """In one line, with the last one of the log, which mostly names the cause."""
+    """Describe the end in one line, with the log's last one, which mostly names the cause."""
     lines = [line.strip() for line in failed.log.splitlines() if line.strip()]
     if failed.how.startswith("nothing"):
         return f"ended, as there was {failed.how}"
@@ -200,7 +200,7 @@ def _facts(wanted: str) -> dict[str, Any]:
 
 
 def _digest_of_code(stage: Stage) -> str:
-    """Of the stage's module and all modules of the package: a verdict holds for the code that it was made with."""
+    """Return a digest of the stage's module and the whole package: a verdict holds for this code only."""
     digest = hashlib.sha256()
     own = importlib.util.find_spec(stage.function.partition(":")[0])
     assert own is not None and own.origin is not None, stage

@@ -1,4 +1,4 @@
-"""Updates of one model in bfloat16 beside float32 on the same device, and in float32 beside the CPU."""
+"""Comparison of updates in bfloat16 with float32 on the same device, and in float32 with the CPU."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class TrainedModel:
     losses: list[float]
     grad_norms: list[float]
     logprobs_R: Tensor
-    """of the initial weights"""
+    """log-probs of the initial weights"""
 
 
 def check_bfloat16(run: StageRun) -> None:
-    """Collective over the world."""
+    """Check updates in bfloat16. Collective over the world."""
     rows = _random_rows(run)
     found = {dtype: _train(run, run.device, rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
     exact, near = found[torch.float32], found[torch.bfloat16]
@@ -63,7 +63,7 @@ def check_bfloat16(run: StageRun) -> None:
 
 
 def _random_rows(run: StageRun) -> TokenRows:
-    """Rows of many lengths, the same on every machine; a quarter of each is its prompt."""
+    """Make rows of many lengths, the same on every machine; a quarter of each is its prompt."""
     generator = torch.Generator().manual_seed(0)
     lengths_B = torch.randint(4, _LONGEST[run.scale] + 1, (_ROWS[run.scale],), generator=generator)
     return TokenRows(
@@ -74,7 +74,7 @@ def _random_rows(run: StageRun) -> TokenRows:
 
 
 def _compare(run: StageRun, name: str, one: TrainedModel, other: TrainedModel, tolerance: float) -> None:
-    """Losses of all updates, and the norm of the first gradient."""
+    """Compare the losses of all updates, and the norm of the first gradient."""
     for quantity, ours, theirs in (
         ("loss", one.losses, other.losses),
         ("gradient norm", one.grad_norms[:1], other.grad_norms[:1]),

@@ -1,6 +1,6 @@
 """One stage in processes of its own: `python -m spmdrl.verbs.doctor.stage_process MODULE:FUNCTION ...`.
 
-Each rank writes its outcome into a file. A stage that crashes leaves none, and ends nothing but itself.
+Each rank writes its outcome into a file. A stage that crashes leaves none, and ends only itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--starts-jobs", action="store_true")
     arguments = parser.parse_args()
     path = arguments.out / f"rank_{os.environ.get('RANK', '0')}.json"
-    # Inside of what the check removes, in case this process is killed.
+    # Inside the folder that the check removes, in case this process is killed.
     with tempfile.TemporaryDirectory(dir=arguments.out, ignore_cleanup_errors=True) as folder:
         run = StageRun(arguments.kind, arguments.scale, arguments.ranks, Path(folder))
         try:
@@ -64,7 +64,7 @@ def _run(run: StageRun, name: str, *, starts_jobs: bool) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """In one line; of a job that failed, the last one of its log, which names the cause."""
+    """Describe an error in one line; for a failed job, the last one of its log, which names the cause."""
     lines = error.log.split("\n") if isinstance(error, CommandFailed) else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return last or cause_of(error)

@@ -1,4 +1,4 @@
-"""A stage's input, and its outcome: figures, faults, or the reason for which it can't run here."""
+"""A stage's input, and its outcome: figures, faults, or the reason for skipping it here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.world import World
 
 Scale = Literal["full", "small"]
-"""full: sizes of an accelerator; small: those that a CPU has done within seconds"""
+"""full: sizes of an accelerator; small: sizes that a CPU finishes within seconds"""
 
 
 class StageSkipped(Exception):
@@ -21,7 +21,7 @@ class StageSkipped(Exception):
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank found."""
+    """Outcome of one rank."""
 
     figures: Mapping[str, Any]
     """numbers and texts; a mapping is for machines only"""
@@ -41,13 +41,13 @@ class StageRun:
     """One stage on one rank."""
 
     kind: str
-    """of device"""
+    """kind of device"""
     scale: Scale
     num_ranks: int
     folder: Path
     """for temporary files; empty, and removed afterwards"""
     joined: World | None = None
-    """of a stage that runs on ranks; a stage that starts jobs is no rank itself"""
+    """world of a stage that runs on ranks; a stage that starts jobs is no rank itself"""
     figures: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""The stages of the doctor, in the order in which they run: each builds on what the ones before it have shown."""
+"""The stages of the doctor, in the order in which they run: each relies on the results of earlier ones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Stage:
     function: str
     """module:function; the function takes a `StageRun`"""
     shows: str
-    """what has been shown once it passed"""
+    """guarantee of a passed stage"""
     starts_jobs: bool = False
-    """whether it starts whole jobs, rather than being a rank itself"""
+    """true if it starts whole jobs, rather than being a rank itself"""
     not_on_cpu: str | None = None
-    """why it is skipped there"""
+    """reason for skipping it there"""
     only_on_cuda: str | None = None
-    """why it is skipped elsewhere"""
+    """reason for skipping it elsewhere"""
     limit_seconds: float = 480.0
     package: str | None = None
-    """what must be installed for it, by its name on the package index"""
+    """required package, by its name on the package index"""
 
     def skipped_on(self, device: Mapping[str, Any]) -> str | None:
-        """Why it can't run on a device with these facts; None if it can."""
+        """Return the reason against running on a device with these facts; None if it can."""
         if device["kind"] == "cpu" and self.not_on_cpu:
             return self.not_on_cpu
         if device["kind"] != "cuda" and self.only_on_cuda:

@@ -13,7 +13,7 @@ from spmdrl.verbs.doctor.commands import run_to_end
 from spmdrl.verbs.doctor.stage_run import StageRun
 
 Steps = Sequence[Mapping[str, float]]
-"""the metrics of each step"""
+"""metrics of each step"""
 Settings = Mapping[str, object]
 """values of config keys"""
 
@@ -29,8 +29,8 @@ _SETTINGS: Settings = {
     "log.samples_per_step": 0,
 }
 
-# The quickstart's model, task and supervised start (configs/debug/quickstart.yaml), written out because an installed
-# package has no configs.
+# The quickstart's model, task and supervised start (configs/debug/quickstart.yaml), copied because an installed package
+# has no configs.
 _QUICKSTART: Settings = {
     "model.make": "{hidden_size: 128, num_hidden_layers: 5, num_attention_heads: 4, num_key_value_heads: 2, "
     "intermediate_size: 384, max_position_embeddings: 64}",
@@ -61,7 +61,7 @@ def share_of_digits(completions, **columns):
     return [sum(letter.isdigit() for letter in text) / 8 for text in completions]
 """
 _LEAST_GAIN = 0.02
-"""of the mean reward, from a run's first quarter to its last"""
+"""gain of the mean reward, from a run's first quarter to its last"""
 _CLOCKED = re.compile("(time|perf|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$")
 
 # Prompts x responses, tokens of each response.
@@ -100,7 +100,7 @@ def _task(run: StageRun) -> Settings:
 
 
 def _first_difference(first: Steps, second: Steps) -> str | None:
-    """Where two runs' metrics differ first, but for what a clock or the system measures."""
+    """Describe the first difference between two runs' metrics, except measurements by a clock or the system."""
     for number, (one, other) in enumerate(zip(first, second, strict=True), STEPS_OF_WARM_UP + 1):
         for name in sorted(one.keys() | other.keys()):
             if not _CLOCKED.match(name) and one.get(name) != other.get(name):

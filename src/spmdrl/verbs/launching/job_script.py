@@ -1,7 +1,7 @@
 """The script that starts a run under Slurm or msrun, filled in for one job.
 
-The scripts beside this file run as they are too, with their settings in the environment. Filled in, they don't depend
-on the environment any more.
+The scripts beside this file also run unchanged, with their settings in the environment. Filled in, they don't depend on
+the environment any more.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from unicodedata import category
 from spmdrl.config.reader import ConfigError
 
 SYSTEMS = {"slurm": "slurm.sbatch", "msrun": "msrun.sh"}
-# As the scripts write it: NAME=${NAME:-DEFAULT}, and behind two spaces, what it is.
+# In the scripts' form: NAME=${NAME:-DEFAULT}, and after two spaces a description.
 _SETTING = re.compile(r"^(?P<name>[A-Z_]+)=(?:\$\{(?P=name):-(?P<default>[^}]*)\}|\(\"\$@\"\))(?=  #|$)", re.MULTILINE)
-# Controls, lone surrogates, and what separates lines: quotes don't hold in a comment, which would end there.
+# Controls, lone surrogates, and line separators: quotes don't hold in a comment, which would end there.
 _BREAKING = frozenset({"Cc", "Cs", "Zl", "Zp"})
 _FIRST_LINE = "#!/usr/bin/env bash\n"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started, where."""
+    """A job to start."""
 
     system: str
     """one of SYSTEMS"""
@@ -40,11 +40,11 @@ class Job:
     ranks_per_node: int
     name: str
     options: tuple[str, ...] = ()
-    """of sbatch, each with its two dashes"""
+    """options of sbatch, each with its two dashes"""
 
 
 def job_script(job: Job, environ: Mapping[str, str]) -> str:
-    """The script with all of its settings filled in: the job's, those of the environment, and defaults."""
+    """Return the script with all settings filled in: the job's, the environment's, and defaults."""
     for word in (*job.words, job.name, *job.options):
         if not _BREAKING.isdisjoint(map(category, word)):
             raise ConfigError(f"{word!r} has a control character, which a script can't hold; remove it")
@@ -74,7 +74,7 @@ def job_script(job: Job, environ: Mapping[str, str]) -> str:
 
 
 def _with_options(script: str, options: tuple[str, ...]) -> str:
-    """The script with options of sbatch, each in the place of the script's own one of that name."""
+    """Return the script with options of sbatch, each in place of the script's own one of that name."""
     for option in options:
         name, line = option.partition("=")[0], f"#SBATCH {option}"
         own = re.compile(rf"^#SBATCH {re.escape(name)}(=.*)?$", re.MULTILINE)
