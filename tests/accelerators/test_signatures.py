@@ -34,7 +34,7 @@ PREFIXES = {
     "torch": {"torch.ops.aten.": "", "varlen_attn": "varlen_attn"},
 }
 FILES = {
-    "vllm": [*(SOURCE / "engines" / "generation" / "vllm").glob("*.py"), ROOT / "tests/bench/rollout/rollout_vllm.py"],
+    "vllm": [*(SOURCE / "engines" / "generation").glob("vllm*.py"), ROOT / "tests/bench/rollout/rollout_vllm.py"],
     "torch_npu": [SOURCE / "engines" / "models" / "kernels" / "npu.py"],
     "liger_kernel": [SOURCE / "engines" / "models" / "kernels" / "cuda.py"],
     "torch": sorted(SOURCE.rglob("*.py")),

@@ -11,6 +11,7 @@ import pytest
 from tests.bench.__main__ import main
 from tests.bench.memory.job_holdings import Holding, amounts_in, amounts_of
 from tests.bench.training.soak import growth_rows
+from tests.support.ranks import end, fork
 
 RANK, THREADS, METRICS = "resident memory of rank 0, MiB", "threads of rank 0", "metrics, bytes"
 
@@ -30,7 +31,8 @@ def test_what_goes_up_and_down_or_is_kept_per_step_is_no_leak():
     assert steady == {RANK: "yes", THREADS: "yes", METRICS: "3000 bytes a step"}
 
 
-def test_what_a_process_holds_is_counted():
+def hold_more() -> None:
+    """Count what this process holds before and after it holds more; a fresh one has no threads that end meanwhile."""
     before = amounts_of({0: os.getpid()})
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
@@ -51,6 +53,14 @@ def test_what_a_process_holds_is_counted():
     assert more["descriptors of rank 0"] >= 2
     assert more["threads of rank 0"] == more["child processes of rank 0"] == 1
     assert more["resident memory of rank 0's children, MiB"] > 1
+
+
+def test_what_a_process_holds_is_counted():
+    process = fork(hold_more)
+    process.join(60)
+    code = process.exitcode
+    end(process, 0.0)
+    assert code == 0
 
 
 def test_files_of_a_run_are_counted_by_kind(tmp_path):
