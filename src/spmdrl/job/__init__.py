@@ -1,1 +1,1 @@
-"""One job on this rank: the run's folder, the models and their switching, evaluations, and how they fit together."""
+"""One job on this rank: the run's folder, the models and their switching, evaluations, and their assembly."""

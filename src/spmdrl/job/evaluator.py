@@ -1,4 +1,4 @@
-"""Held-out prompts answered, scored and counted: for the `eval` verb, and during training."""
+"""Evaluation of held-out prompts: responses, scores and statistics, for the `eval` verb and during training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from spmdrl.resources.collectives import gather_and_agree
 from spmdrl.runtime.supervision.stop_request import StopAgreed
 from spmdrl.runtime.workers.call_pool import Unanswered
 
-# Keeps the random numbers of evaluations apart from those of rollouts.
+# Separates the random numbers of evaluations from those of rollouts.
 EVALUATION_SEED_OFFSET = 1 << 40
 
 
@@ -44,30 +44,30 @@ ACCURACY_RULE = "share of answers with reward >= 1"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out prompts scored; every rank holds the same."""
+    """Result of an evaluation; equal on every rank."""
 
     num_prompts: int
     num_samples: int
     mean_reward: Estimate
     """over the prompts that have a reward"""
     accuracy: Estimate
-    """the share of answers with a reward of 1 or more: of greedy ones, or avg@k"""
+    """share of responses with a reward of 1 or more: of greedy ones, or avg@k"""
     pass_at: Mapping[int, Estimate]
-    """pass@k by k: the chance that one or more of k answers to a prompt has a reward of at least 1"""
+    """pass@k by k: the chance that at least one of k responses to a prompt has a reward of 1 or more"""
     is_verdict: bool
-    """whether every reward is 0 or 1, so that the accuracy is one"""
+    """true if every reward is 0 or 1, so that the accuracy is one"""
     num_failed: int
-    """answers without a reward; they count as wrong"""
+    """number of responses without a reward; they count as wrong"""
     records: list[dict[str, Any]]
     """one per sample, in row order"""
 
     def described(self) -> str:
-        """Mean reward and accuracy with their intervals; of rewards that are no verdicts, the share that reaches 1."""
+        """Describe mean reward and accuracy, with intervals; rewards beside 0 and 1 have a share instead."""
         text = f"mean reward {_shown(self.mean_reward)}, {self._share_text()}, {self.num_prompts} prompts"
         return text + (f"; {self.num_failed} answers had no reward and count as wrong" if self.num_failed else "")
 
     def fields(self) -> dict[str, Any]:
-        """Its fields in a summary; intervals are of 95%, null where they are unknown."""
+        """Return the fields for a summary; intervals are of 95%, null if unknown."""
         return {
             "mean_reward": self.mean_reward.value,
             "mean_reward_interval": interval_of(self.mean_reward),
@@ -82,7 +82,7 @@ class Evaluation:
         }
 
     def pass_fields(self, when: str = "") -> dict[str, Any]:
-        """Each pass@k with its interval, as fields of a summary."""
+        """Return each pass@k with its interval, as fields of a summary."""
         fields: dict[str, Any] = {}
         for k, estimate in self.pass_at.items():
             name = f"{AT_K}{k}{when}"
@@ -103,10 +103,10 @@ def _shown(estimate: Estimate) -> str:
 
 
 class Evaluator:
-    """Answers held-out prompts with engines that are awake. Calling it is collective over all ranks.
+    """Generates and scores responses to held-out prompts; engines must be awake. Collective over all ranks.
 
-    Raises StopAgreed on all of them where one was asked to stop, and ConfigError where the reward functions failed on
-    the first rows of one, before the others are answered.
+    Raises StopAgreed on all of them if one was asked to stop, and ConfigError if the reward functions failed on one's
+    first rows, before the others are generated.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Evaluator:
         return evaluation_of(sorted(records, key=lambda record: record["row"]), self.num_samples, self.passes)
 
     def _hopeless(self) -> str:
-        """The error that ends the evaluation early; kept, as rows under way may still be scored."""
+        """Return the error that ends the evaluation early; kept, as rows in progress may still be scored."""
         self._error = self._error or self._pool.hopeless() or ""
         return self._error
 
@@ -166,7 +166,7 @@ class Evaluator:
         if not self.replica.mesh.is_leader:
             return
         if any(len(by_member) < self.num_samples for by_member in answers.values()):
-            # The run is to stop, and an environment was not waited for.
+            # The run is stopping, and didn't wait for an environment.
             return
         try:
             results = self.rewards.collect([_group(number) for number in numbers])
@@ -198,12 +198,12 @@ class Evaluator:
 
 
 def _group(number: int) -> tuple[str, int]:
-    """The group of a held-out prompt, apart from those of a rollout whose rewards the pool may still hold."""
+    """Return a held-out prompt's group, distinct from those of a rollout whose rewards the pool may still hold."""
     return "held out", number
 
 
 def evaluation_of(records: list[dict[str, Any]], num_samples: int, passes: Sequence[int] = ()) -> Evaluation:
-    """Statistics over records in row order, `num_samples` per prompt, with pass@k for each k of `passes`."""
+    """Compute statistics over records in row order, `num_samples` per prompt, with pass@k for each k of `passes`."""
     rewards = [record["reward"] for record in records]
     is_right = [reward is not None and reward >= 1.0 for reward in rewards]
     by_prompt = [is_right[start : start + num_samples] for start in range(0, len(records), num_samples)]
@@ -211,14 +211,14 @@ def evaluation_of(records: list[dict[str, Any]], num_samples: int, passes: Seque
     is_verdict = set(usable) <= {0.0, 1.0}
     accuracy = average_at_k(by_prompt) if num_samples > 1 else wilson(sum(is_right), len(is_right))
     num_right = [sum(group) for group in by_prompt]
-    # The mean of verdicts is their accuracy, of which more is known.
+    # The mean of verdicts is their accuracy, whose distribution is known.
     is_same = is_verdict and len(usable) == len(rewards)
     return Evaluation(
         num_prompts=len(by_prompt),
         num_samples=num_samples,
         mean_reward=accuracy if is_same else mean_over_prompts(_means(rewards, num_samples)),
         accuracy=accuracy,
-        # One answer passes as often as it is right.
+        # A single response passes as often as it is right.
         pass_at={k: mean_pass_at_k(num_right, num_samples, k) if k > 1 else accuracy for k in passes},
         is_verdict=is_verdict,
         num_failed=len(rewards) - len(usable),
@@ -227,7 +227,7 @@ def evaluation_of(records: list[dict[str, Any]], num_samples: int, passes: Seque
 
 
 def _means(rewards: Sequence[float | None], num_samples: int) -> list[float]:
-    """The mean reward of each prompt's answers that have one."""
+    """Return the mean reward of each prompt's rewarded responses."""
     groups = [rewards[start : start + num_samples] for start in range(0, len(rewards), num_samples)]
     usable = [[reward for reward in group if reward is not None] for group in groups]
     return [sum(reward / len(group) for reward in group) for group in usable if group]
@@ -236,7 +236,7 @@ def _means(rewards: Sequence[float | None], num_samples: int) -> list[float]:
 def build_evaluator(
     config: Config, prepared: Prepared, replica: Replica, pool: RewardPool, turns: Turns | None
 ) -> Evaluator | None:
-    """What answers the held-out rows, or None where there are none.
+    """Build the evaluator of the held-out rows, or None without any.
 
     Greedy for one answer per prompt; otherwise plain sampling at `eval.temperature`.
     """
@@ -255,5 +255,5 @@ def build_evaluator(
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One line per record; the file appears whole or not at all."""
+    """Write one line per record; the file appears whole or not at all."""
     write_atomic(path, "".join(to_json(record) + "\n" for record in records))

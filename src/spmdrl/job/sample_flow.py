@@ -1,4 +1,4 @@
-"""The sample flow of a training run: which prompts a step begins, where their rows are, and where each of them ends."""
+"""The sample flow of a training run: prompts per step, places of rows, and their ends."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class SampleFlow:
 
     @property
     def most_rows(self) -> int:
-        """Rows that a step generates at once, at most."""
+        """Most rows that a step generates at once."""
         return self.pending.rules.most_groups * self._group_size
 
     def open_dock(
         self, checked: CheckedRun, models: RoleModels, judges: GenerationMesh | None, stack: ExitStack
     ) -> None:
-        """Open the dock, in which ranks share rows as the layout of each state's model groups them. Collective.
+        """Open the dock, whose ranks share rows by the layout of each state's model. Collective.
 
-        Raises ValueError where groups that take several steps are left and steps are to be refilled now.
+        Raises ValueError if groups of several steps are pending and steps may now be refilled.
         """
         if self.pending.known and self.pending.rules.num_refills:
             raise ValueError(
@@ -77,7 +77,7 @@ class SampleFlow:
         self.dock = stack.enter_context(dock)
 
     def open(self, step: int) -> Samples:
-        """Open the batch of a step: groups that earlier steps began, if any, then new prompts, in order."""
+        """Open the batch of a step: pending groups, if any, then new prompts, in order."""
         faultpoint("data")
         groups = self.pending.of_step(step)
         self.account.open(step, groups.serials)

@@ -1,4 +1,4 @@
-"""Settings that a run's model answers with: `eval` and `generate` take them from the run that they are given."""
+"""Generation settings of a run's model: `eval` and `generate` take them from its run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TAKEN = (
 
 @start_up()
 def with_settings_of_run(loaded: LoadedConfig[Config], verb: str) -> LoadedConfig[Config]:
-    """The config with what it leaves to defaults of template, stops, lengths and environment as the model's run had it.
+    """Fill unset template, stops, lengths and environment in the config from the model's run.
 
-    Unchanged for a model that is no run's, and for verbs that train. Texts are asked as a run's prompts were that were
+    Unchanged for a model of no run, and for verbs that train. Texts are rendered like the run's prompts if those were
     all messages. For `generate`, rollout.temperature becomes that of the run's evaluations.
     """
     config, run = loaded.value, _run_of(loaded.value.model.path)
@@ -69,7 +69,7 @@ def _is_default(loaded: LoadedConfig[Config], key: str) -> bool:
 
 
 def _run_of(model: str | None) -> Path | None:
-    """The folder of the run that a model's path names: itself, or the one whose checkpoint it is."""
+    """Return the run folder of a model's path, which is the folder itself or one of its checkpoints."""
     path = Path(model or "").expanduser()
     folders = [path, *(above.parent for above in path.parents if above.name == CHECKPOINTS)]
     return next((folder for folder in folders if model and (folder / RESOLVED_CONFIG).is_file()), None)

@@ -1,1 +1,1 @@
-"""The models of a run: where they come from, update shards, generation shards, and the switch between the two."""
+"""The models of a run: their sources, update shards, generation shards, and the switch between the two."""

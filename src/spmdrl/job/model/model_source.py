@@ -1,4 +1,4 @@
-"""Where a run's models come from: a Hugging Face folder, the hub, a run's checkpoint, or code."""
+"""Sources of a run's models: a Hugging Face folder, the hub, a run's checkpoint, or code."""
 
 from __future__ import annotations
 
@@ -39,48 +39,48 @@ INITIAL_MODEL = "initial_model"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A Hugging Face folder and what was read of it."""
+    """A Hugging Face folder and its config."""
 
     folder: Path
     decoder: DecoderConfig
     has_new_head: bool = False
-    """whether the head of this value model isn't in the folder, but starts at 0"""
+    """true if this value model's head isn't in the folder, but starts at 0"""
     seed: int = 0
-    """of new adapters, where the decoder has any: none is in the folder"""
+    """seed of new adapters, if the decoder has any: none is in the folder"""
 
     @property
     def base_name(self) -> str:
-        """What adapters call the model that they are beside: its name on the hub, or its folder."""
+        """Name for adapters of the model that they belong to: its name on the hub, or its folder."""
         parts = self.folder.resolve().parts
-        # As the hub's cache names its folders: models--OWNER--NAME/snapshots/REVISION.
+        # The hub's cache names its folders: models--OWNER--NAME/snapshots/REVISION.
         if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
             return "/".join(parts[-3].split("--")[1:])
         return str(self.folder.resolve())
 
     @property
     def label(self) -> str:
-        """Its name in the names of files: a checkpoint's run and step, or the model's; no two models share one."""
+        """Name for files: a checkpoint's run and step, or the model's, made unique."""
         path = Path(self.base_name)
         name = f"{path.parts[-4]}_{path.parts[-2]}" if path.parts[-3:-2] == (CHECKPOINTS,) else path.name
         return f"{name}_{hashlib.sha256(self.base_name.encode()).hexdigest()[:6]}"
 
     def results_in(self, run: Path, verb: str) -> Path:
-        """The folder, below a run's, of what a verb that doesn't train found of this model."""
+        """Return the folder, below a run's, for results of a verb that doesn't train this model."""
         return run / verb / self.label
 
     @classmethod
     def of(cls, folder: Path) -> ModelSource:
-        """Read the config and check the weights against it; raises ValueError before memory is taken for them."""
+        """Read the config and check the weights against it; raises ValueError before memory is allocated for them."""
         source = cls(folder, read_config(folder))
         source.weights()
         return source
 
     def weights(self) -> WeightFiles:
-        """The folder's weights, which fit the decoder exactly, but for adapters."""
+        """Return the folder's weights, which fit the decoder exactly, except adapters."""
         return open_weights(self.folder, replace(self.decoder, lora=None))
 
     def initial_weights(self) -> WeightSource:
-        """What a training engine starts from."""
+        """Return a training engine's initial weights."""
         if self.has_new_head:
             return WithNewHead(open_weights(self.folder, read_config(self.folder)))
         if self.decoder.lora is not None:
@@ -88,11 +88,11 @@ class ModelSource:
         return self.weights()
 
     def with_adapters(self, lora: LoraConfig | None, seed: int) -> ModelSource:
-        """The same model with new adapters, which change nothing of it yet; as it is without `lora`."""
+        """Return the same model with new adapters, which don't change its outputs yet; unchanged without `lora`."""
         return self if lora is None else replace(self, decoder=replace(self.decoder, lora=lora), seed=seed)
 
     def with_value_head(self) -> ModelSource:
-        """The same model with the value head that it has, or with a new one."""
+        """Return the same model with its value head, or with a new one."""
         if self.decoder.head == "value":
             return self
         return ModelSource(self.folder, self.decoder.with_value_head(), has_new_head=True)
@@ -101,9 +101,9 @@ class ModelSource:
 def sources_of(
     roles: Iterable[Role], policy: ModelSource, config: Config, *, is_there: bool = True
 ) -> dict[Role, ModelSource]:
-    """Where each of a run's models comes from; without `is_there`, weights needn't be on this machine.
+    """Find the sources of a run's models; without `is_there`, weights needn't be on this machine.
 
-    Raises ValueError where there is no such model, or where it can't read the policy's tokens.
+    Raises ValueError if a model doesn't exist, or can't read the policy's tokens.
     """
     sources = dict.fromkeys(roles, policy)
     if CRITIC in sources:
@@ -152,7 +152,7 @@ def _judge_source(judge: JudgeConfig, *, is_there: bool) -> ModelSource:
 
 
 def _source_beside(path: str, key: str, *, is_there: bool) -> ModelSource:
-    """The model that a key names, which may be a run's newest checkpoint."""
+    """Return the model that a key names, which may be a run's newest checkpoint."""
     found = newest_sound_model(Path(path).expanduser())
     folder = Path(found) if found else resolve_model_folder(path, HUB_FILES if is_there else HUB_TEXT_FILES, key=key)
     source = ModelSource(folder, read_config(folder))
@@ -162,7 +162,7 @@ def _source_beside(path: str, key: str, *, is_there: bool) -> ModelSource:
 
 
 def _rating(source: ModelSource, policy: DecoderConfig, name: str) -> ModelSource:
-    """The model, if it can read all that the policy may write."""
+    """Return the model, if it can read every output of the policy."""
     decoder = source.decoder
     if decoder.vocab_size < policy.vocab_size or decoder.max_positions < policy.max_positions:
         raise ValueError(
@@ -174,16 +174,16 @@ def _rating(source: ModelSource, policy: DecoderConfig, name: str) -> ModelSourc
 
 
 def token_ids_of(folder: Path) -> dict[str, object]:
-    """The token ids of a model's config.json, which our own config of the decoder leaves out."""
+    """Return the token ids of a model's config.json, which the decoder's own config omits."""
     raw = json.loads((folder / "config.json").read_text())
     return {key: value for key, value in raw.items() if key.endswith("_token_id")}
 
 
 def prepare_model(config: Config, world: World) -> ModelSource:
-    """The model to start from: of a Hugging Face folder, of a run's newest checkpoint, or made by code.
+    """Return the initial model: from a Hugging Face folder, a run's newest checkpoint, or code.
 
-    Collective: the main rank makes the model where `model.make` is set, and all ranks must find the same. Raises
-    ValueError where the run's folder holds one of other sizes.
+    Collective: the main rank makes the model if `model.make` is set, and all ranks must find the same. Raises
+    ValueError if the run's folder holds one of other sizes.
     """
     if config.model.make is not None:
         folder = config.run.folder / INITIAL_MODEL
@@ -206,7 +206,7 @@ def agree_on_models(sources: Mapping[Role, ModelSource], world: World) -> None:
 
 
 def model_facts(folder: Path, name: str = "model") -> dict[str, str]:
-    """What a model's folder holds, whatever its path on this node, as text that ranks can compare."""
+    """Return a model folder's content, independent of its path, as text that ranks can compare."""
     found = fingerprint(folder)
     facts = {f"the {name}'s {key}": repr(value) for key, value in found.architecture.items()}
     return facts | {f"the {name}'s weights": found.weights[:16], f"the {name}'s tokenizer": found.tokenizer[:16]}
@@ -223,16 +223,16 @@ def _check_made(folder: Path, config: Config) -> None:
 
 
 def newest_model(folder: Path, world: World) -> Path | None:
-    """The model of a run folder's newest sound checkpoint, or None where there is no checkpoint. Collective.
+    """Return the model of a run folder's newest sound checkpoint, or None without checkpoints. Collective.
 
-    Raises ConfigError on every rank where there are checkpoints, all of them damaged.
+    Raises ConfigError on every rank if all checkpoints are damaged.
     """
     found = on_main(world, lambda: newest_sound_model(folder))
     return None if found is None else Path(found)
 
 
 def newest_sound_model(folder: Path) -> str | None:
-    """As `newest_model`, found by this rank alone. Raises ValueError where all checkpoints are damaged."""
+    """Find `newest_model` on this rank alone. Raises ValueError if all checkpoints are damaged."""
     complaints = []
     for step in reversed(steps_in(folder / CHECKPOINTS)):
         checkpoint = folder / CHECKPOINTS / step_folder_name(step)

@@ -1,4 +1,4 @@
-"""A replica: ranks that answer the same prompts together, each with a generation engine that holds its slices."""
+"""A replica: ranks that generate together, each with a generation engine that holds its slices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Replica:
     mesh: GenerationMesh
 
     def share_of(self, num_prompts: int) -> range:
-        """The numbers of the prompts that this replica answers, the same on all of its ranks.
+        """Return the numbers of the prompts for this replica, the same on all of its ranks.
 
         Strided, so that a file sorted by difficulty or length is spread evenly.
         """
@@ -52,7 +52,7 @@ def build_replica(config: Config, source: ModelSource, world: World, layout: Gen
 
 
 def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
-    """The replica that generates with the policy's weights, so placed that it lacks few of them. Collective."""
+    """Return the policy's replica, placed to minimise missing weights. Collective."""
     config, layout = checked.config, checked.config.resources.generation
     # vLLM takes consecutive ranks.
     if generation_engine_name(config.rollout, world.device.kind) == "native":
@@ -62,7 +62,7 @@ def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World
 
 
 def load_replica(config: Config, source: ModelSource, world: World, console: Console) -> Replica:
-    """A replica that answers with the weights of the source's files, without a trainer. Collective over all ranks."""
+    """Build a replica that generates with the source's weights, without a trainer. Collective over all ranks."""
     with console.doing("loading the weights"):
         replica = build_replica(config, source, world, config.resources.generation)
         engine, files = replica.engine, source.weights()
@@ -82,7 +82,7 @@ def build_frozen_generator(
     config: Config, source: ModelSource, world: World, ledger: MemoryLedger, *,
     mesh: GenerationMesh, owner: Owner, kv_cache_gib: float,
 ) -> FrozenGenerator:  # fmt: skip
-    """A native engine with this rank's weights of the source's files, asleep; its cache is as given."""
+    """Return a native engine with this rank's weights from the source's files, asleep, with the given cache size."""
     from spmdrl.engines.generation.native.native_engine import NativeEngine
 
     device = world.device
@@ -101,7 +101,7 @@ def build_frozen_generator(
 
 
 def generation_engine_name(config: RolloutConfig, device_kind: str) -> str:
-    """What `rollout.engine: auto` means here: vLLM where it is installed and there is an accelerator."""
+    """Resolve `rollout.engine: auto`: vLLM if it is installed and there is an accelerator."""
     if config.engine != "auto":
         return config.engine
     if device_kind == "cpu":
@@ -123,7 +123,7 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     from spmdrl.engines.generation.native.native_engine import NativeEngine
 
     dtype = compute_dtype(config.model, world.device.kind)
-    # A run that only answers may have a dense model with any training options.
+    # A run that only generates may have a dense model with any training options.
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
     device, text = world.device.torch_device, _text_arguments(config.rollout, source)
@@ -134,7 +134,7 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
 
 
 def _text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]:
-    """What engines are given of a tokenizer: the text of tokens, where some ends a response, and ids of none."""
+    """Return the engines' tokenizer arguments: decoding, if some text ends a response, and ids of no token."""
     tokenizer = ModelTokenizer(source.folder)
     without_token = tokenizer.ids_without_token(source.decoder.vocab_size)
     return {"decode": tokenizer.decode_all if config.stop else None, "ids_without_token": without_token}

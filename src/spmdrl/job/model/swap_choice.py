@@ -1,4 +1,4 @@
-"""Whether a run swaps its training state, decided once from sizes that every rank agrees on."""
+"""Decision to swap a run's training state, made once from sizes that every rank agrees on."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PROGRAM_BYTES = 512 << 20
 def decide_residence(
     config: Config, world: World, trainers: Mapping[Role, TrainingEngine], replica: Replica, *, num_rows: int
 ) -> Residence:  # fmt: skip
-    """Whether the training state leaves the device for generation; the engines are built. Collective over the world.
+    """Decide whether the training state leaves the device for generation. Collective over the world.
 
-    `num_rows` are those that all replicas together generate at once.
+    `num_rows` counts the rows that all replicas together generate at once.
     """
     needed = state_bytes(config, world, trainers, replica, num_rows=num_rows).together
-    # The same on every rank: of the fullest one, and of the one with the least room.
+    # Equal on every rank: the fullest one's, and the one's with the least room.
     agreed = max_over(torch.tensor([needed, -room_bytes(world, config.rollout.gpu_memory_utilization)]))
     return Residence(config.reshard.swap, needed_bytes=int(agreed[0]), room_bytes=-int(agreed[1]))
 
@@ -44,7 +44,7 @@ def decide_residence(
 def state_bytes(
     config: Config, world: World, trainers: Mapping[Role, TrainingEngine], replica: Replica, *, num_rows: int
 ) -> StateBytes:
-    """What this rank holds without a swap."""
+    """Return this rank's bytes without a swap."""
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     group_size = config.rollout.num_generations
     rows_each = group_size * most_groups_each(-(-num_rows // group_size), len(replica.mesh.replicas))
@@ -66,10 +66,10 @@ def state_bytes(
 
 
 def room_bytes(world: World, device_share: float) -> int:
-    """Memory for all of a rank's state: what it holds now, and its part of what is free.
+    """Return memory for all of a rank's state: present bytes, and its part of the free ones.
 
-    Of an accelerator, `device_share` less what others use there: what `rollout.gpu_memory_utilization` leaves to
-    activations, the state leaves too.
+    On an accelerator, `device_share` minus others' use: the state leaves as much to activations as
+    `rollout.gpu_memory_utilization` does.
     """
     device = world.device
     memory = device.memory_bytes()
@@ -80,7 +80,7 @@ def room_bytes(world: World, device_share: float) -> int:
 
 
 def announce(residence: Residence, folder: Path, logs: RunLogs) -> None:
-    """Print the decision and put it into the run's summary; warns where swapping to `folder` would free nothing."""
+    """Print the decision and add it to the run's summary; warns if swapping to `folder` would free nothing."""
     logs.console.note(residence.sentence)
     if logs.world.device.is_cpu and residence.swaps and is_memory_folder(folder):
         logs.console.note(
@@ -91,7 +91,7 @@ def announce(residence: Residence, folder: Path, logs: RunLogs) -> None:
 
 
 def swap_folder(config: Config) -> Path:
-    """Where a CPU's swapped state goes, in files without a name."""
+    """Return the folder of a CPU's swapped state, in files without a name."""
     return Path(config.reshard.swap_dir).expanduser() if config.reshard.swap_dir else config.run.folder
 
 

@@ -1,4 +1,4 @@
-"""The resharding flow as the loop calls it: timed, counted, and with the memory ledger written at each switch."""
+"""The resharding flow for the loop: timed, counted, and with the memory ledger written at each switch."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
 
 PromptAt = Callable[[int], Prompt]
-"""The prompt at a position of an endless sequence, alike on every rank."""
+"""Prompt at a position of an endless sequence, the same on every rank."""
 
 
 class Switching:
-    """Switches the models between update and generation. Its verbs are collective over all ranks."""
+    """Switches the models between update and generation. Its methods are collective over all ranks."""
 
     def __init__(
         self, flow: ReshardingFlow, ledger: MemoryLedger, logs: RunLogs, device: Device, probe: Probe | None = None
     ):
-        """Without a probe, as with `reshard.probe_tokens: 0`, only what was moved is checked."""
+        """Without a probe, as with `reshard.probe_tokens: 0`, only moved data is checked."""
         self._flow = flow
         self.ledger = ledger
         self._logs = logs
         self._device = device
         self._probe = probe
         self._planned_bytes: list[int] = []
-        """by switch"""
+        """planned bytes by switch"""
 
     @property
     def swaps(self) -> bool:
-        """Whether the training state is away while responses are generated."""
+        """True if the training state is away while responses are generated."""
         return self._flow.swaps
 
     def to_generation(self, step: int) -> None:
@@ -50,12 +50,12 @@ class Switching:
             stats = self._flow.to_generation()
             self._note_planned(stats.planned_bytes)
             self._note_received(stats)
-            # Copies to the host last for the whole switch: the optimizer's first, then the weights' as they are sent.
+            # Copies to the host take the whole switch: the optimizer's first, then the weights' as they are sent.
             self._note_swapped(Moved("to_host", stats.copied_bytes, stats.seconds))
         self.note_memory(step, "to_generation")
 
     def start_return(self, step: int) -> None:
-        """Put generation to sleep; the update state comes back while the next stages run."""
+        """Put generation to sleep; the update state returns while the next stages run."""
         with self._logs.timeline.stage("resharding", step):
             self._flow.start_return()
         self.note_memory(step, "start_return")
@@ -69,13 +69,13 @@ class Switching:
 
     @contextmanager
     def present(self, role: Role) -> Iterator[None]:
-        """The role's weights are on the device inside this block, which is part of a stage."""
+        """Keep the role's weights on the device inside this block, which is part of a stage."""
         if role.presence == "training":
             with self._flow.computing(role):
                 yield
             return
         stats = self._flow.bring(role)
-        # On leaving they are only freed, since the host keeps its copy.
+        # On exit they are only freed, since the host keeps its copy.
         self._note_swapped(Moved("from_host", stats.swapped_bytes, stats.seconds))
         try:
             yield
@@ -83,7 +83,7 @@ class Switching:
             self._flow.release(role)
 
     def note_memory(self, step: int, stage: str) -> None:
-        """Write the ledger at a boundary, and record what the whole process holds."""
+        """Write the ledger at a boundary, and record the memory of the whole process."""
         self._flow.account()
         self._logs.timeline.memory(step, self.ledger.snapshot(stage))
         device, recorder = self._device, self._logs.recorder
@@ -98,7 +98,7 @@ class Switching:
 
     @contextmanager
     def _probed(self, step: int) -> Iterator[None]:
-        """The trainer rates some rows before this block, and the generator, which the block fills, after it."""
+        """Rate some rows by the trainer before this block, and by the generator, which the block fills, after it."""
         if self._probe is None:
             yield
             return
@@ -109,7 +109,7 @@ class Switching:
             self._logs.recorder.maximum("mismatch/probe_abs_max", self._probe.check(rated))
 
     def _note_return(self, step: int, stats: ReshardStats) -> None:
-        """Put the copy back to the device on the timeline, beside the stages that ran meanwhile."""
+        """Put the copy back to the device on the timeline, beside the stages that ran during it."""
         copied = stats.returned
         if copied is not None:
             moved = Moved("from_host", stats.swapped_bytes, copied.end - copied.start)
@@ -118,7 +118,7 @@ class Switching:
             self._count_swapped(moved)
 
     def _note_planned(self, planned_bytes: int) -> None:
-        """Print, once, what moves at every switch beside what moved at the first."""
+        """Print, once, the bytes of every later switch beside those of the first."""
         self._planned_bytes.append(planned_bytes)
         if len(self._planned_bytes) == 2 and planned_bytes < self._planned_bytes[0]:
             first = self._planned_bytes[0]
@@ -129,7 +129,7 @@ class Switching:
             self._logs.add_to_summary("what moves", resharding={"first_bytes": first, "bytes": planned_bytes})
 
     def _note_received(self, stats: ReshardStats) -> None:
-        """Put what came from other ranks on the timeline and into the metrics; its links share the seconds."""
+        """Put data from other ranks on the timeline and into the metrics; its links share the seconds."""
         received = Moved("node", stats.received_bytes - stats.cross_node_bytes, stats.move_seconds)
         crossed = Moved("cross_node", stats.cross_node_bytes, stats.move_seconds)
         for moved in (received, crossed):
@@ -158,9 +158,9 @@ def build_switching(
     config: Config, logs: RunLogs, models: RoleModels, replica: Replica, stack: ExitStack, *,
     num_rows: int, prompt_at: PromptAt,
 ) -> Switching:  # fmt: skip
-    """The switch of these models, closed with the stack, and probed with the prompts of its step. Collective.
+    """Return the switch of these models, closed with the stack, and probed with its step's prompts. Collective.
 
-    `num_rows` are those that all replicas together generate at once.
+    `num_rows` counts the rows that all replicas together generate at once.
     """
     ledger = MemoryLedger()
     trainers = {role: model.trainer for role, model in models.items()}
@@ -173,7 +173,7 @@ def build_switching(
 
 
 def _probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: PromptAt) -> Probe | None:
-    """What compares both sides on the prompts that a step begins with, or None with `reshard.probe_tokens: 0`."""
+    """Return the comparison of both sides on a step's first prompts, or None with `reshard.probe_tokens: 0`."""
     num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
     if num_tokens == 0:
         return None

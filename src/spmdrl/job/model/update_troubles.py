@@ -1,4 +1,4 @@
-"""Updates that went wrong: the rows of skipped ones are kept, and one limit of tokens falls where memory runs out."""
+"""Failed updates: rows of skipped ones are written down, and the token limit is halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from spmdrl.observability.jsonl import to_json, write_atomic
 from spmdrl.observability.outage import best_effort
 
 FOLDER = "skipped"
-# The first ones show what is wrong; a run that goes on so must not fill the disk.
+# The first ones show the problem; a run that continues so must not fill the disk.
 MOST_BATCHES = 8
 _MOST_BYTES = 1 << 26
 _MOST_NAMED = 8
 
 
 def keep_skipped_batches(models: RoleModels, run: Run) -> None:
-    """From here on keep the rows of the first updates of these models that are skipped."""
+    """Write down the rows of these models' first skipped updates from here on."""
     kept = SkippedBatches(run)
     for role, model in models.items():
         if model.trainer.updater is not None:
@@ -40,16 +40,16 @@ def keep_skipped_batches(models: RoleModels, run: Run) -> None:
 
 
 class SkippedBatches:
-    """Writes what each rank had in an update that was skipped: rows as safetensors, what was found as JSON."""
+    """Writes each rank's part of a skipped update: rows as safetensors, findings as JSON."""
 
     def __init__(self, run: Run):
         self._run = run
         self._root = run.folder / FOLDER
-        # Counted before any rank writes, so alike on all of them.
+        # Counted before any rank writes, so the same on all of them.
         self._num_kept = len(list(self._root.glob("*")))
 
     def keep(self, name: str, trainer: TrainingEngine, rows: TokenRows, result: UpdateResult) -> None:
-        """Write the rows of a skipped update of the model `name`, unless there are many of such already."""
+        """Write the rows of a skipped update of the model `name`, up to a limit."""
         if self._num_kept >= MOST_BATCHES:
             return
         self._num_kept += 1
@@ -67,7 +67,7 @@ class SkippedBatches:
 
 
 def _columns_of(rows: TokenRows) -> dict[str, Tensor]:
-    """The rows by name: tokens, where each row begins, and what the loss read of response tokens."""
+    """Return the rows by name: tokens, offsets, and the loss's columns of response tokens."""
     columns = {"tokens": rows.tokens_T, "offsets": rows.offsets, "prompt_lengths": rows.prompt_lengths_B}
     if rows.is_model_T is not None:
         columns["is_model"] = rows.is_model_T
@@ -75,7 +75,7 @@ def _columns_of(rows: TokenRows) -> dict[str, Tensor]:
 
 
 def _broken_rows(rows: TokenRows, values: Tensor) -> list[int]:
-    """The first of this rank's rows with a value that isn't finite."""
+    """Return the first of this rank's rows with a value that isn't finite."""
     if not values.is_floating_point() or values.isfinite().all():
         return []
     places = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().squeeze(1).cpu()
@@ -120,7 +120,7 @@ def _note_halved(run: Run, path: Path, limit: MicrobatchLimit, first: int, words
 
 
 def _lower_for_next(path: Path, limit: MicrobatchLimit, first: int) -> str:
-    """Where a pass can't be done again: the next attempt begins with half. Any rank may call it."""
+    """Let the next attempt begin with half, if a pass can't be repeated. Any rank may call it."""
     if limit.num_halvings == MOST_HALVINGS:
         return f"; it was halved {MOST_HALVINGS} times, to {limit.tokens}"
     _write_limit(path, first, limit.num_halvings + 1)
@@ -133,7 +133,7 @@ def _write_limit(path: Path, first: int, num_halvings: int) -> None:
 
 
 def _halvings_in(path: Path, first: int) -> int:
-    """How often an earlier attempt with the same setting halved it."""
+    """Return how often an earlier attempt with the same setting halved it."""
     try:
         record = json.loads(path.read_text())
         return min(MOST_HALVINGS, int(record["halvings"])) if record["tokens"] == first else 0

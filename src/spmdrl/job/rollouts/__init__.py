@@ -1,1 +1,1 @@
-"""Rollouts and answers on disk, and what is reported of a step's samples."""
+"""Rollouts and responses on disk, and reports on a step's samples."""

@@ -1,4 +1,4 @@
-"""What a run records of each row of each step: digests of what it made, by which `replay` compares a row to the bit.
+"""Records of each step's rows: digests of their results, by which `replay` compares a row to the bit.
 
 Shape letters: `R` packed response tokens of some rows.
 """
@@ -30,31 +30,31 @@ _COLUMNS = {"tokens": "response_ids", "logprobs": "rollout_logprobs", "advantage
 
 @dataclass(frozen=True)
 class RowDigests:
-    """What a run found of one row: digests of 32 bits, of every bit of the values."""
+    """A run's results for one row: digests of 32 bits, of every bit of the values."""
 
     ranks: int
-    """of the job that trained it"""
+    """number of ranks of the job that trained it"""
     length: int
-    """tokens of the response"""
+    """number of tokens of the response"""
     tokens: str
     logprobs: str
-    """the generator's"""
+    """the generator's log-probs"""
     advantages: str
     reward: str
-    """the bits of the float32"""
+    """bits of the float32"""
     trainer: str | None
-    """the trainer's log-probs before the step's first update; None where an update left the row out"""
+    """the trainer's log-probs before the step's first update; None if an update excluded the row"""
     loss: str | None
     """each token's term of the loss, in the first update with the row"""
 
 
 class RowRecords:
-    """Appends a line for each step to this rank's file; the oldest are dropped beyond 64 MiB per rank."""
+    """Appends a line per step to this rank's file; the oldest are dropped beyond 64 MiB per rank."""
 
     def __init__(self, folder: Path, world: World, mesh: UpdateMesh, *, last_step: int):
-        """Drops what was recorded after `last_step`: it will be done again."""
+        """Drop records after `last_step`: it will be repeated."""
         self._world = world
-        # Of the ranks with the same rows and tokens one writes; a pipeline's losses come from its last stage.
+        # One of the ranks with the same rows and tokens writes; a pipeline's losses come from its last stage.
         self._is_writer = mesh.tensor.rank == mesh.context.rank == 0
         self._is_first_stage = mesh.pipeline.rank == 0
         self._fields: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class RowRecords:
         }
 
     def write(self, step: int) -> None:
-        """Write what came since the last step, on the ranks that do."""
+        """Write the records since the last step, on the ranks that do."""
         fields, self._fields = self._fields, {}
         if not self._is_writer or not (self._is_first_stage or fields.get("trained")):
             return
@@ -111,7 +111,7 @@ class RowRecords:
         self._writer.write({"step": step, "ranks": self._world.size} | fields)
 
     def _begin_file(self) -> None:
-        """Put the file aside, in place of the one before it."""
+        """Rename the file, replacing the older one."""
         self._writer.close()
         with best_effort("the older digests of rows"):
             os.replace(self._path, self._path.with_suffix(".older.jsonl"))
@@ -127,7 +127,7 @@ def _truncate(path: Path, last_step: int) -> None:
 class RowPlaces:
     """Makes digests of rows' values that depend on every bit and its place, without a loop over rows.
 
-    The sum of the values' bits times odd numbers of 64 bits, one per place: two rows that differ have the same digest
+    The sum of the values' bits times odd numbers of 64 bits, one per place: two different rows have the same digest
     with a probability of about 2^-32.
     """
 
@@ -139,14 +139,14 @@ class RowPlaces:
         self._factors = _multipliers(int(lengths.max(initial=0)))[places]
 
     def digests(self, values: Tensor) -> NDArray[np.uint32]:
-        """A digest of each row's values, int32 or float32."""
+        """Return a digest of each row's values, int32 or float32."""
         sums = np.zeros(self._factors.size + 1, np.uint64)
         np.cumsum(values.contiguous().numpy().view(np.uint32) * self._factors, out=sums[1:])
         return ((sums[self._bounds[1:]] - sums[self._bounds[:-1]]) >> np.uint64(32)).astype(np.uint32)
 
 
 def _multipliers(count: int) -> NDArray[np.uint64]:
-    """The first numbers of splitmix64, made odd."""
+    """Return the first numbers of splitmix64, made odd."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -154,12 +154,12 @@ def _multipliers(count: int) -> NDArray[np.uint64]:
 
 
 def _hex(values: NDArray[np.uint32]) -> str:
-    """Eight digits for each value."""
+    """Format each value with eight digits."""
     return values.astype(">u4").tobytes().hex()
 
 
 def read_row_records(folder: Path, step: int) -> dict[int, RowDigests]:
-    """What a run's folder has of the rows of a step; those of damaged lines are left out."""
+    """Return a run folder's records of a step's rows, without those of damaged lines."""
     found: dict[int, RowDigests] = {}
     for path in sorted((folder / FOLDER).glob("rank_*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as lines:

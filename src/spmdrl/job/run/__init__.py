@@ -1,1 +1,1 @@
-"""A run's folder: held, resumed, logged into, and what checkpoints of it hold."""
+"""A run's folder: locking, resuming, logs and checkpoints."""

@@ -1,4 +1,4 @@
-"""The checkpoints with the best values of a metric: which they are, and the link that leads to the best."""
+"""The checkpoints with the best values of a metric, and the link to the best."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BestStep:
 def best_of(
     config: CheckpointConfig, best: Sequence[BestStep], step: int, metrics: Mapping[str, float]
 ) -> tuple[BestStep, ...]:
-    """The `checkpoint.keep_best` best steps, the best one first, now that there is another one.
+    """Return the `checkpoint.keep_best` best steps, best first, including a new one.
 
-    Of equal ones the earlier comes first. A step without the metric, or where it is NaN, isn't among them, nor is one
-    by another metric.
+    Among equal ones the earlier comes first. A step without the metric, or with NaN, is excluded, and so is one by
+    another metric.
     """
     value = math.nan if config.best_metric is None else metrics.get(config.best_metric, math.nan)
     steps = [one for one in best if one.metric == config.best_metric]
@@ -45,7 +45,7 @@ def best_of(
 def is_due_for_best(
     config: CheckpointConfig, best: Sequence[BestStep], step: int, metrics: Mapping[str, float]
 ) -> bool:
-    """Whether a step is saved for its value alone: evaluations are too rare to coincide with checkpoints."""
+    """Return True for a step to save because of its value: evaluations are too rare to coincide with checkpoints."""
     is_evaluation = config.best_metric is not None and config.best_metric.startswith(EVALUATIONS)
     return is_evaluation and any(one.step == step for one in best_of(config, best, step, metrics))
 
@@ -59,7 +59,7 @@ def point_to(best: BestStep, root: Path) -> None:
 
 
 def unknown_metric(name: str, metrics: Mapping[str, float]) -> str | None:
-    """The warning about a metric that no saved step has; None for that of an evaluation where none was made."""
+    """Return a warning about a metric that no saved step has; None for an evaluation's before the first one."""
     if name.startswith(EVALUATIONS) and not any(known.startswith(EVALUATIONS) for known in metrics):
         return None
     near = difflib.get_close_matches(name, metrics, 3, 0.5)

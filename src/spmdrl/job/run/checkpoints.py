@@ -1,4 +1,4 @@
-"""A run's checkpoints: written when they are due, at no cost to earlier ones, with a link that leads to the best."""
+"""A run's checkpoints: written when due, at no cost to earlier ones, with a link to the best."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from spmdrl.observability.outage import best_effort
 from spmdrl.observability.terminal.units import bytes_text, duration
 from spmdrl.resources.collectives import barrier, broadcast_bytes, gather_bytes
 
-# For which a rank whose run fails waits for a checkpoint; survivors of a killed rank have longer to leave.
+# Limit of a failing rank's waiting for a checkpoint; survivors of a killed rank have longer to leave.
 _MOST_SECONDS_AT_END = 5.0
-# All ranks save in the same order, those of a job's phases too, which share a store.
+# All ranks save in the same order, also over a job's phases, which share a store.
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class SaveEnd:
-    """How a save ended, and how long after its beginning."""
+    """Result of a save, and its duration."""
 
     result: SaveResult
     seconds: float
@@ -48,33 +48,33 @@ class SaveEnd:
 
 @dataclass(frozen=True)
 class _Saving:
-    """A save whose end isn't noted yet."""
+    """A save whose result isn't recorded yet."""
 
     record: RunRecord
-    """what the checkpoint holds of the run"""
+    """state of the run in the checkpoint"""
     best_before: tuple[BestStep, ...]
     started: float
     seconds: float
-    """for which training waited"""
+    """time for which training waited"""
     background: BackgroundSave | None
 
 
 class Checkpoints:
-    """Saves the state of a run, and remembers whether the last save failed."""
+    """Saves the state of a run, and remembers if the last save failed."""
 
     def __init__(self, store: CheckpointStore, state: Savable, logs: RunLogs, point: ResumePoint | None):
-        """`state` is what checkpoints hold. The best steps are those up to `point`: later ones come again."""
+        """`state` is saved in checkpoints. The best steps are those up to `point`: later ones will be repeated."""
         self.store = store
         self.newest = point.folder if point else None
-        """the folder of the newest checkpoint"""
+        """folder of the newest checkpoint"""
         self._state = state
         self._logs = logs
         self.best = best_of(store.config, point.record.best if point else (), 0, {})
-        """the steps that are kept for their values, the best one first"""
+        """steps that are kept for their values, best first"""
         self._is_best_unknown = False
-        """whether it was noted that no step has the metric of `checkpoint.best`"""
+        """true once a note said that no step has the metric of `checkpoint.best`"""
         self._failed_save: tuple[int, str] | None = None
-        """the last checkpoint's step, and why it could not be written"""
+        """the last checkpoint's step, and the reason for its failure"""
         self._saving: _Saving | None = None
         """the checkpoint that threads are writing"""
         world = logs.world
@@ -92,7 +92,7 @@ class Checkpoints:
             self._log.truncate_after(point.record.step if point else -1)
 
     def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether a step is saved for its number, or for the value of its metric."""
+        """Return True for a step to save because of its number, or of its metric's value."""
         config = self.store.config
         is_nth = config.interval > 0 and step % config.interval == 0
         return is_nth or is_due_for_best(config, self.best, step, metrics)
@@ -100,14 +100,14 @@ class Checkpoints:
     def save(self, record: RunRecord, texts: Mapping[str, str], *, waits: bool) -> None:
         """Write a checkpoint with `texts` by file name; a failure costs none of the earlier ones. Collective.
 
-        With `waits` it is there when this returns; otherwise threads may write it, for which `finish` waits. Its
-        metrics are those of the next step that is logged; checkpoints.jsonl has them under its own step.
+        With `waits` it is complete on return; otherwise threads may write it, for which `finish` waits. Its metrics are
+        those of the next logged step; checkpoints.jsonl has them under its own step.
         """
         started = time.perf_counter()
         self.finish()
         step, config, logs = record.step, self.store.config, self._logs
         before = self.best
-        # Those of a step that isn't logged are still the last one's.
+        # A step that isn't logged has the previous one's.
         self.best = best_of(config, self.best, step, {} if record.unlogged else record.metrics)
         record = replace(record, best=self.best, is_resumable=not config.model_only)
         write = partial(self._add_writes, record, texts)
@@ -127,7 +127,7 @@ class Checkpoints:
                 add_text(writes, folder / name, content)
 
     def _begin(self, step: int, write: Callable[[Path, FileWrites], None]) -> BackgroundSave | None:
-        """Copy what the checkpoint holds, and have a thread write it; None where a rank has no memory for its copies.
+        """Copy the checkpoint's content, and write it by a thread; None if a rank has no memory for its copies.
 
         Collective.
         """
@@ -153,16 +153,16 @@ class Checkpoints:
         )  # fmt: skip
 
     def _tidy(self, step: int, best: tuple[BestStep, ...]) -> None:
-        """Now that a checkpoint is there, point the link at the best one; then others may go. On the main rank."""
+        """After a checkpoint, point the link at the best one; then delete others. On the main rank."""
         if best and best[0].step == step:
             with best_effort(f"the link {LINK}"):
                 point_to(best[0], self.store.root)
         self.store.forget_old(step, kept=[one.step for one in best])
 
     def take_end(self) -> bytes:
-        """On the main rank, how the checkpoint that was being written ended, once it has; for `settle` on all ranks.
+        """Return the finished save's result on the main rank, for `settle` on all ranks.
 
-        Raises what a thread of this rank met with that isn't a failure of the disk.
+        Raises the exception of this rank's thread, unless it is a failure of the disk.
         """
         saving = self._saving
         if saving is None or saving.background is None:
@@ -173,19 +173,19 @@ class Checkpoints:
         return SaveEnd(end.result, end.time - saving.started).to_json().encode()
 
     def settle(self, end: bytes) -> None:
-        """Take note, on every rank alike, of what the main rank took; of nothing where it had nothing to take."""
+        """Record the main rank's result on every rank; nothing if it is empty."""
         if end:
             self._settle(SaveEnd.from_json(end))
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is there, or has failed. Collective."""
+        """Wait until the running save has succeeded or failed. Collective."""
         if self._saving is None:
             return
         background = self._saving.background
         assert background is not None
         with self._logs.timeline.stage("checkpoint", self._saving.record.step):
             background.wait_for_files()
-            # Ranks whose files are there wait here, so that a rank that hangs is seen to be the one.
+            # Finished ranks wait here, so that a hanging rank can be identified.
             barrier()
             if self._logs.world.is_main:
                 background.wait()
@@ -193,7 +193,7 @@ class Checkpoints:
         self.settle(end)
 
     def finish_alone(self) -> None:
-        """Where the run fails, give the checkpoint that is being written some seconds. Nothing is communicated."""
+        """Give a running save some seconds when the run fails. Doesn't communicate."""
         background = None if self._saving is None else self._saving.background
         if background is None:
             return
@@ -231,7 +231,7 @@ class Checkpoints:
 
     @property
     def problem(self) -> str | None:
-        """Why the last checkpoint isn't there; None where it is."""
+        """Reason why the last checkpoint is missing; None if it isn't."""
         if self._failed_save is None:
             return None
         step, reason = self._failed_save
@@ -242,7 +242,7 @@ class Checkpoints:
             self._log.close()
 
     def _note_best(self, record: RunRecord) -> None:
-        """Report whether the checkpoint that is there now is among the best."""
+        """Report if the new checkpoint is among the best."""
         config, logs, step = self.store.config, self._logs, record.step
         for place, one in enumerate(record.best, 1):
             if one.step == step:

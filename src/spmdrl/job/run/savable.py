@@ -1,4 +1,4 @@
-"""What a checkpoint is made of."""
+"""Parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from spmdrl.engines.training.checkpoints.file_writes import FileWrites
 
 
 class Savable(Protocol):
-    """A part of a run that is written down and taken back."""
+    """A part of a run that is saved and restored."""
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Add the writes of this rank's files below `folder`. Collective."""
         ...
 
     def read_from(self, folder: Path) -> None:
-        """Take the state back, or raise whatever a damaged file makes fail. Nothing is communicated."""
+        """Restore the state; may raise any error of a damaged file. Doesn't communicate."""
         ...
 
 
@@ -32,6 +32,6 @@ class SavedParts:
             part.write_to(folder, writes)
 
     def read_from(self, folder: Path) -> None:
-        """Take all parts back."""
+        """Restore all parts."""
         for part in self._parts:
             part.read_from(folder)

@@ -1,4 +1,4 @@
-"""What a job is about to do, in a few lines at its start."""
+"""A job's plan in a few lines at its start."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
 
 
 def _learnt(checked: CheckedRun) -> str:
-    """Line on the objective, the trained weights and the learning rate."""
+    """Describe the objective, the trained weights and the learning rate."""
     pairs = checked.config.preferences
     of_pairs = f"DPO on pairs, loss {pairs.loss_type}, beta {pairs.beta:g}"
     of_verb = {"sft": "supervised", "preferences": of_pairs, "reward-model": "scores of pairs"}

@@ -19,9 +19,9 @@ _OF_TEMPLATES = {"tools", "chat_template_kwargs"}
 
 
 def with_rows(checked: CheckedRun) -> CheckedRun:
-    """Read the rows to train on and to evaluate, unless prompts take the latters' place. Raises ValueError."""
+    """Read the rows to train on and to evaluate, unless prompts replace the latter. Raises ValueError."""
     config, verb, eval_rows = checked.config, checked.verb, checked.eval_rows
-    # `generate` judges nothing, and `sft` only what it evaluates.
+    # `generate` judges nothing, and `sft` only its evaluations.
     are_judged = verb in ("train", "eval") or (verb == "sft" and config.data.eval is not None)
     answers = are_judged and needs_answer(config.reward.functions)
     train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
@@ -54,7 +54,7 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
 
 
 def _train_rows(config: Config, needs: RowNeeds) -> list[SourceRows]:
-    """The rows of `data.train`; where none of them is what the verb needs, the error names verbs that take them."""
+    """Read the rows of `data.train`; if none suits the verb, the error names verbs that accept them."""
     try:
         return read_rows(config.data.train, config.data, needs=needs)
     except BadRows as bad:
@@ -68,7 +68,7 @@ def _train_rows(config: Config, needs: RowNeeds) -> list[SourceRows]:
 
 
 def unread_columns(checked: CheckedRun) -> list[str]:
-    """Columns of the data that neither prompt, answer nor reward functions read; none where it can't be decided."""
+    """Return columns that neither prompt, answer nor reward functions read; none if that is unknown."""
     config = checked.config
     taken = {name.removesuffix("=") for names in checked.columns_taken.values() for name in names}
     if "**" in taken or config.environment.function is not None or config.teacher is not None:
@@ -88,7 +88,7 @@ def unread_columns(checked: CheckedRun) -> list[str]:
 def check_columns(taken: Mapping[str, Sequence[str]], sources: Sequence[SourceRows]) -> None:
     """Refuse reward functions that need a column which no row of a source has. Raises ValueError."""
     for source in sources:
-        # Every row has an `answer`, be it None.
+        # Every row has an `answer`, possibly None.
         there = {name for row in source.rows for name, value in row.columns.items() if value is not None}
         for function, columns in taken.items():
             lacking = [name for name in columns if name.isidentifier() and name not in there]
@@ -101,7 +101,7 @@ def check_columns(taken: Mapping[str, Sequence[str]], sources: Sequence[SourceRo
 
 
 def check_environment(config: Config) -> None:
-    """Build the environment in a child and end it. Raises ValueError where it can't be built or no turn would end."""
+    """Build the environment in a child and end it. Raises ValueError if it can't be built or no turn would end."""
     if config.rollout.ignore_eos:
         raise ValueError(
             f"environment.function is {config.environment.function}, but rollout.ignore_eos lets no turn end; set it "

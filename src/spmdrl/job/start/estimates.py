@@ -1,4 +1,4 @@
-"""What a run will hold and do, computed from its config alone: bytes by owner and rank, tokens, samples, passes."""
+"""Estimates of a run from its config alone: bytes by owner and rank, tokens, samples, passes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _OPTIMIZER_BYTES = 8
 def rank_bytes(
     checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], launch: LaunchEnvironment, device_kind: str
 ) -> dict[str, int]:
-    """What the fullest rank holds at most, by owner in the memory ledger; weights exactly as the engines cut them.
+    """Return the fullest rank's bytes, by owner in the memory ledger; weights exactly as the engines cut them.
 
-    The KV cache is of whole responses, as the native engine lays it out. Activations, the switch's bucket
+    The KV cache holds whole responses, as the native engine lays it out. Activations, the switch's bucket
     (`reshard.bucket_bytes`) and the libraries' own memory come on top.
     """
     config, policy = checked.config, decoders[POLICY]
@@ -66,7 +66,7 @@ def rank_bytes(
 def _generated(
     checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnvironment, device_kind: str
 ) -> list[list[WeightSlice]]:
-    """What each rank generates with."""
+    """Return the slices that each rank generates with."""
     config, lora = checked.config, policy.lora
     if lora is not None and (lora.merge or generation_engine_name(config.rollout, device_kind) == "vllm"):
         policy = replace(policy, lora=None)
@@ -76,7 +76,7 @@ def _generated(
 
 
 def _kept_bytes(checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnvironment, device_kind: str) -> int:
-    """What generation keeps during updates: beside adapters, the weights that stay."""
+    """Return the bytes that generation keeps during updates: with adapters, the frozen weights."""
     slices = _generated(checked, policy, launch, device_kind)
     if not any(is_adapter(box.name) for box in slices[0]):
         return 0
@@ -87,7 +87,7 @@ def _kept_bytes(checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnviro
 def _most_elements(
     slices_of_ranks: Iterable[Sequence[WeightSlice]], of: Callable[[str], bool] = lambda name: True
 ) -> int:
-    """Elements of the weights, or `of` some, on the rank that holds most of them."""
+    """Count elements of the weights, or `of` some, on the rank that holds most of them."""
     return max(sum(box.num_elements for box in slices if of(box.name)) for slices in slices_of_ranks)
 
 
@@ -114,7 +114,7 @@ def _cache_bytes(checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, de
 
 
 def needed_bytes(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str) -> int:
-    """The least that the fullest rank must hold at once; a KV cache without a set size takes what is left."""
+    """Return the least memory of the fullest rank; a KV cache without a set size takes the rest."""
     owners = rank_bytes(checked, _decoders(prepared), launch, device_kind)
     if checked.config.rollout.kv_cache_gib is None:
         owners.pop("kv_cache", None)
@@ -129,7 +129,7 @@ def _decoders(prepared: Prepared) -> dict[Role, DecoderConfig]:
 def _phases(
     owners: Mapping[str, int], checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str
 ) -> tuple[int, int]:
-    """Bytes to update and bytes to generate, of those that `owners` hold."""
+    """Return bytes for update and generation, of those that `owners` hold."""
     generating = owners.get("generation_weights", 0) + owners.get("kv_cache", 0)
     updating = sum(owners.values()) - generating
     if updating and generating:
@@ -140,7 +140,7 @@ def _phases(
 def estimate_lines(
     checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str
 ) -> Iterator[str]:
-    """The estimates as text."""
+    """Yield the estimates as text."""
     config, rollout, decoders = checked.config, checked.config.rollout, _decoders(prepared)
     owners = rank_bytes(checked, decoders, launch, device_kind)
     dtype = str(compute_dtype(config.model, device_kind)).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Whether this machine has what the run needs: packages, devices, a port, disk, shared memory, open files, links."""
+"""Checks of this machine: packages, devices, a port, disk, shared memory, open files, links."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from spmdrl.runtime.launch import LaunchEnvironment
 _MIN_SHARED_BYTES = 64 << 20
 _MIN_FILES = 1024
 _REDUCED = 1 << 18
-"""float32 values of the all-reduce: 1 MiB"""
+"""number of float32 values in the all-reduce: 1 MiB"""
 _ROUNDS = 10
 _MOST_ROUND_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class CheckLine:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     passed: bool
     text: str
@@ -48,12 +48,12 @@ class CheckLine:
 
     @classmethod
     def failed(cls, what: str, remedy: str) -> CheckLine:
-        """What is wrong, and what to do about it."""
+        """Return a failure with its remedy."""
         return cls(False, f"{what}; {remedy}")
 
 
 def machine_lines(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment) -> list[CheckLine]:
-    """What rank 0's machine is like, and what failed on others. Collective over all ranks."""
+    """Return the findings on rank 0's machine, and failures on others. Collective over all ranks."""
     own = [
         *_versions(),
         _devices(checked, launch),
@@ -77,7 +77,7 @@ def machine_lines(checked: CheckedRun, prepared: Prepared, launch: LaunchEnviron
 
 
 def _versions() -> Iterator[CheckLine]:
-    """The versions that are installed, beside those that this package is made for."""
+    """Compare installed versions with this package's requirements."""
     try:
         of_package = metadata.metadata("spmdrl")
         wanted = [Requirement(text) for text in metadata.requires("spmdrl") or ()]
@@ -114,7 +114,7 @@ def _devices(checked: CheckedRun, launch: LaunchEnvironment) -> CheckLine:
 
 
 def _port(launch: LaunchEnvironment) -> CheckLine:
-    """Whether rank 0 could listen: by a launcher's own port, or any."""
+    """Check that rank 0 could listen: on a launcher's own port, or any."""
     wanted = 0 if launch.world_size > 1 else int(os.environ.get("MASTER_PORT", 29500))
     try:
         with socket.create_server(("127.0.0.1", wanted)) as listener:

@@ -1,4 +1,4 @@
-"""Whether a model can be trained and answer under the layouts and options of a run; decided by each rank alone."""
+"""Checks of a model against the layouts and options of a run; they need no communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.runtime.launch import LaunchEnvironment
 
-# Their backward passes come in two halves, each of which would run every layer again.
+# Their backward passes have two halves, each of which would recompute every layer.
 _SPLIT_BACKWARD = ("zero_bubble", "zbv")
 
 
@@ -57,7 +57,7 @@ def check_role_fits(checked: CheckedRun, role: Role, decoder: DecoderConfig) -> 
 
 
 def check_recomputing(config: Config, layout: UpdateLayout, key: str = "resources.update") -> None:
-    """Refuse a schedule that would run layers again many times. Raises ValueError."""
+    """Refuse a schedule that would recompute layers many times. Raises ValueError."""
     recomputes = config.train.activation_checkpointing != "none"
     if recomputes and layout.pipeline > 1 and layout.pipeline_schedule in _SPLIT_BACKWARD:
         raise ValueError(
@@ -74,18 +74,18 @@ def check_adapters(lora: LoraConfig, decoder: DecoderConfig) -> None:
 
 
 def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
-    """Refuse a model that can't be cut as generation needs it. Raises ValueError."""
+    """Refuse a model that can't be cut for generation. Raises ValueError."""
     check_generation_cuts(decoder, config.resources.generation, "resources.generation")
 
 
 def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str) -> None:
-    """Refuse a model that a generation layout, which the config has under `key`, can't cut. Raises ValueError."""
+    """Refuse a model that a generation layout, configured under `key`, can't cut. Raises ValueError."""
     check_tensor_parallel(decoder, layout.tensor, f"{key}.tensor")
     check_expert_parallel(decoder, layout.expert, f"{key}.expert")
 
 
 def check_vllm(config: Config) -> None:
-    """Refuse what vLLM can't do here. Raises ValueError."""
+    """Refuse options that vLLM doesn't support. Raises ValueError."""
     layout, means = config.resources.generation, f"rollout.engine {config.rollout.engine} means vLLM here, which"
     if layout.expert > 1:
         raise ValueError(
@@ -105,7 +105,7 @@ def check_vllm(config: Config) -> None:
 
 
 def check_vllm_computes(folder: Path) -> None:
-    """Refuse a model folder that vLLM reads otherwise than transformers and the trainer do. Raises ValueError."""
+    """Refuse a model folder that vLLM computes differently from transformers and the trainer. Raises ValueError."""
     factor = ignored_attn_factor(folder)
     if factor not in (None, 1):
         raise ValueError(
@@ -116,7 +116,7 @@ def check_vllm_computes(folder: Path) -> None:
 
 
 def check_vllm_is_there() -> None:
-    """Refuse `rollout.engine: vllm` where it can't be imported. Raises ValueError."""
+    """Refuse `rollout.engine: vllm` if it can't be imported. Raises ValueError."""
     if find_spec("vllm") is None:
         raise ValueError(
             "rollout.engine is vllm, which isn't installed; `pip install -e '.[vllm]'` in the clone, or set "
@@ -125,7 +125,7 @@ def check_vllm_is_there() -> None:
 
 
 def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str) -> None:
-    """Refuse what generator and trainer can't compute to the same last bit. Raises ValueError with all reasons."""
+    """Refuse settings that prevent bitwise equality of generator and trainer. Raises ValueError with all reasons."""
     generation = config.resources.generation
     wanted: dict[str, tuple[object, object]] = {
         "resources.device": (device_kind, "cpu"),
@@ -138,7 +138,7 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
         "resources.generation.tensor": (generation.tensor, 1),
         "resources.generation.expert": (generation.expert, 1),
     }
-    # Nothing but CPUs has auto mean float32 and the native engine.
+    # auto means float32 and the native engine on CPUs only.
     wrong = {key: pair for key, pair in wanted.items() if pair[0] not in (pair[1], "auto")}
     if wrong:
         values = ", ".join(f"{key} is {value}" for key, (value, _) in wrong.items())
@@ -150,7 +150,7 @@ def check_batch_invariant(config: Config, layout: UpdateLayout, device_kind: str
 
 
 def decoder_at_hand(config: Config) -> DecoderConfig | None:
-    """The decoder of `model.make` or of a local model folder; None where it has to be fetched first."""
+    """Return the decoder of `model.make` or of a local model folder; None if it must be fetched first."""
     if config.model.make is not None:
         return decoder_config(config.model.make)
     folder = Path(config.model.path or "").expanduser()
@@ -158,7 +158,7 @@ def decoder_at_hand(config: Config) -> DecoderConfig | None:
 
 
 def with_own_layouts(checked: CheckedRun) -> CheckedRun:
-    """Fit the layouts of models that aren't cut like the policy. Raises ValueError for those of models not there."""
+    """Fit the layouts of models that aren't cut like the policy. Raises ValueError for models that the run lacks."""
     fitted: dict[Role, UpdateLayout] = {}
     beside, world_size = checked.config.beside, checked.layout.num_ranks
     given = {role: section.layout for role in ROLES if (section := beside.get(role.name))}
@@ -181,7 +181,7 @@ def with_own_layouts(checked: CheckedRun) -> CheckedRun:
 
 
 def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_here: bool) -> UpdateLayout:
-    """The update layout of a job, which its model fits; without `is_here`, devices and packages needn't be here."""
+    """Return the update layout of a job, which its model fits; without `is_here`, devices needn't be here."""
     layout = fit_update_layout(config.resources.update, launch.world_size)
     check_generation_layout(config.resources.generation, launch.world_size)
     is_trained = verb in TRAINED

@@ -1,4 +1,4 @@
-"""What a run reads of its model's folder before any weight: config, tokenizer and prompts, checked together."""
+"""A run's inputs from its model's folder before any weight: config, tokenizer and prompts, checked together."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Prepared:
     sources: Mapping[Role, ModelSource]
     renderer: Renderer
     train_prompts: PromptSource | None
-    """those of `data.train`; None where the verb reads none"""
+    """prompts of `data.train`; None if the verb reads none"""
     held_out: PromptSource | None
-    """those of `data.eval`"""
+    """prompts of `data.eval`"""
     teachers_prompts: TeachersPrompts | None = None
-    """what a teacher sees in place of `data.train`'s prompts; None: these themselves"""
+    """a teacher's replacement of `data.train`'s prompts; None: the same"""
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -65,13 +65,13 @@ class Prepared:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines on prompts, and on the template's options, that aren't used as they may have been meant."""
+        """Return warnings on prompts and template options that may be used in an unintended way."""
         both = [prompts for prompts in (self.train_prompts, self.held_out) if prompts is not None]
         return list(dict.fromkeys(line for prompts in both for line in prompts.warnings))
 
     @property
     def vocabulary_gaps(self) -> str | None:
-        """A line on ids of the model that are no token; None without any."""
+        """Return a line on ids of the model without a token; None without any."""
         size = self.source.decoder.vocab_size
         num_gaps = len(self.tokenizer.ids_without_token(size))
         line = f"vocabulary: {num_gaps} of the model's {size} ids have no token; they are never sampled"
@@ -79,18 +79,18 @@ class Prepared:
 
     @property
     def source(self) -> ModelSource:
-        """The policy's origin."""
+        """Source of the policy."""
         return self.sources[POLICY]
 
     @property
     def prompts(self) -> PromptSource:
-        """The prompts to train on."""
+        """Prompts to train on."""
         assert self.train_prompts is not None, "this verb reads no data.train"
         return self.train_prompts
 
 
 def prepare_without_weights(checked: CheckedRun) -> Prepared:
-    """As `prepare`, of models that needn't be here, made or fetched."""
+    """Prepare models that needn't be here, made or fetched."""
     with start_up(), source_without_making(checked.config) as source:
         return prepare(checked, source, is_there=False)
 
@@ -102,7 +102,7 @@ def prepare(
     *,
     is_there: bool = True,
 ) -> Prepared:
-    """Read the tokenizer and the prompts; raises ValueError where they, the model and the run do not fit.
+    """Read the tokenizer and the prompts; raises ValueError if they, the model and the run do not fit.
 
     `try_first` is called with each folder before its tokenizer is loaded, unless this run makes the model. Without
     `is_there`, the weights of further models needn't be on this machine.
@@ -137,7 +137,7 @@ def prepare(
         if role in sources:
             tokenizer.check_same_tokens(ModelTokenizer(sources[role].folder))
     if JUDGE in sources:
-        # Raises ValueError where no token would end a verdict.
+        # Raises ValueError if no token would end a verdict.
         ModelTokenizer(sources[JUDGE].folder)
     renderer, vocab_size = Renderer(tokenizer, config.data.template), source.decoder.vocab_size
     learnt = LearntRows(renderer, config.sft.turns if checked.verb == "sft" else "last")
@@ -154,7 +154,7 @@ def prepare(
     num_new = config.rollout.max_completion_length
     if train is not None and checked.offline is None:
         check_positions(train, "data.train", source.decoder, num_new)
-    # The answers of `generate` end at the last position.
+    # Responses of `generate` end at the last position.
     if held_out is not None and checked.verb not in ("generate", *ON_PAIRS):
         check_positions(held_out, "data.eval", source.decoder, num_new)
     teachers_prompts = None
@@ -166,9 +166,9 @@ def prepare(
 
 
 def prepare_together(checked: CheckedRun, world: World, console: Console) -> Prepared:
-    """As `prepare`, with the models, weights included, and prompts that all ranks find alike. Collective.
+    """Prepare on all ranks, which must find equal models, weights included, and prompts. Collective.
 
-    Warns of prompts and options that aren't used as they may have been meant.
+    Warns of prompts and options that may be used in an unintended way.
     """
     if (make := checked.config.model.make) is not None:
         # Before random weights are written; critics are about as large.
@@ -179,7 +179,7 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
         source = prepare_model(checked.config, world)
         prepared = prepare(checked, source, lambda folder: on_main(world, partial(try_folder, folder)))
         agree_on_models(prepared.sources, world)
-        # Templates may write the day, and files of a template may differ.
+        # Templates may write the date, and files of a template may differ.
         named = {"data.train": prepared.train_prompts, "data.eval": prepared.held_out}
         world.agree(lambda: {f"the tokens of {key}": one.digest for key, one in named.items() if one is not None})
     for warning in prepared.warnings:
@@ -192,7 +192,7 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
 def check_room(checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], device_kind: str) -> int:
     """Refuse a disk that lacks room for checkpoints and for weights that `model.make` has yet to write.
 
-    Returns the bytes that they take. Raises ValueError.
+    Returns their bytes. Raises ValueError.
     """
     config, kept = checked.config, [one for role, one in decoders.items() if role.checkpoint is not None]
     is_new = config.model.make is not None and not (config.run.folder / INITIAL_MODEL).exists()
@@ -204,7 +204,7 @@ def check_room(checked: CheckedRun, decoders: Mapping[Role, DecoderConfig], devi
 
 
 def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, num_new: int) -> None:
-    """Refuse responses that would run past the positions that the model was made for."""
+    """Refuse responses that would exceed the positions that the model was made for."""
     most_tokens = decoder.max_positions - num_new
     if too_long := prompts.longer_than(most_tokens):
         longest, _ = max(too_long)
@@ -228,7 +228,7 @@ def _check_stop_tokens(tokenizer: ModelTokenizer, decoder: DecoderConfig) -> Non
 
 @contextlib.contextmanager
 def source_without_making(config: Config) -> Iterator[ModelSource]:
-    """The model to start from, without weights where they would have to be fetched or made."""
+    """Yield the initial model's source, without weights if they would have to be fetched or made."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser()
         folder = Path(newest_sound_model(path) or resolve_model_folder(config.model.path, HUB_TEXT_FILES))

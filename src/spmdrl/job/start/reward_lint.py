@@ -1,7 +1,7 @@
-"""Whether rewards are what they are meant for: responses of known worth are scored on rows of the data.
+"""Checks of reward functions: responses of known worth are scored on rows of the data.
 
-A reference is the row's completion, solution or answer, in the form of those tried that scores best. Its reward must
-be higher than that of responses that earn nothing; calls must be repeatable, in any order, and fast.
+A reference is the row's completion, solution or answer, in the tried form that scores best. Its reward must be higher
+than that of worthless responses; calls must be repeatable, in any order, and fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_SECONDS_PER_RESPONSE = 0.5
 _RESPONSES_PER_CALL = 8
 _REFERENCE_COLUMNS = ("solution", "solutions", "canonical_solution", "code")
 _FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "```python\n{}\n```")
-# What earns nothing, on which share of rows it may score as high as the reference, and what is wrong if it does.
+# Worthless responses, the share of rows on which each may score as high as the reference, and the remedy otherwise.
 _WORTHLESS: dict[str, tuple[float, str]] = {
     "an empty response": (0.1, "give a response without an answer the reward of a wrong one"),
     "a constant": (0.5, "compare with the row's answer; a form alone, or any number, isn't one"),
@@ -41,7 +41,7 @@ _WORTHLESS: dict[str, tuple[float, str]] = {
 
 @dataclass(frozen=True)
 class _Probe:
-    """The responses to one row and what became of them."""
+    """The responses to one row and their results."""
 
     row: Row
     references: Sequence[str]
@@ -50,18 +50,18 @@ class _Probe:
     """the references' rewards, then the others'"""
     again: Sequence[float | None]
     turned: Sequence[float | None]
-    """the rewards of a call in the opposite order, put back into this one"""
+    """rewards of a call in the opposite order, put back into this one"""
     seconds: float
 
     @property
     def reference(self) -> float | None:
-        """The best reward of a reference."""
+        """Best reward of a reference."""
         values = [value for value in self.result.rewards[: len(self.references)] if value is not None]
         return max(values, default=None)
 
 
 def lint_rewards(config: RewardConfig, sources: Sequence[SourceRows], *, has_turns: bool) -> list[CheckLine]:
-    """Score probes of some rows with the run's functions; `has_turns` is whether rewards get the turns of a row."""
+    """Score probes of some rows with the run's functions; with `has_turns`, rewards get the turns of a row."""
     rows = _some_rows(sources)
     lines: list[CheckLine] = []
     with RewardPool(config, 1) as pool:
@@ -72,7 +72,7 @@ def lint_rewards(config: RewardConfig, sources: Sequence[SourceRows], *, has_tur
 
 
 def _some_rows(sources: Sequence[SourceRows]) -> list[Row]:
-    """Rows spread over the first source that has any."""
+    """Select rows spread over the first source that has any."""
     rows = next((source.rows for source in sources if source.rows), ())
     return list(rows[:: max(1, len(rows) // _MAX_ROWS)][:_MAX_ROWS])
 
@@ -100,7 +100,7 @@ def _probe(pool: RewardPool, row: Row, rows: Sequence[Row], *, has_turns: bool) 
 
 
 def _each_scored(pool: RewardPool, row: Row, responses: Sequence[str], *, has_turns: bool) -> RewardResult:
-    """Each response in a call of its own, as one of them may make the call of all fail."""
+    """Score each response in a call of its own, as one of them may fail the call of all."""
     alone = [_scored(pool, row, [response], has_turns=has_turns) for response in responses]
     return joined("lint", [((place,), one) for place, one in enumerate(alone)])
 
@@ -143,7 +143,7 @@ def _scored(pool: RewardPool, row: Row, responses: Sequence[str], *, has_turns: 
 
 
 def _check_verdicts(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
-    """No response makes a function fail."""
+    """Check that no response makes a function fail."""
     for probe in probes:
         names = [*(f"the reference {text!r:.40}" for text in probe.references), *probe.worthless]
         for name, verdict in zip(names, probe.result.verdicts, strict=True):
@@ -157,7 +157,7 @@ def _check_verdicts(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[
 
 
 def _check_references(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
-    """References have rewards, and higher ones than all others on average."""
+    """Check that references have rewards, and higher ones than all others on average."""
     unscored = [probe for probe in probes if probe.reference is None]
     if unscored:
         yield CheckLine.failed(
@@ -178,7 +178,7 @@ def _check_references(probes: Sequence[_Probe], config: RewardConfig) -> Iterato
 
 
 def _check_worthless(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
-    """What earns nothing doesn't score as high as the reference."""
+    """Check that worthless responses don't score as high as the reference."""
     for name, (most, fix) in _WORTHLESS.items():
         scored = [
             (probe.result.rewards[len(probe.references) + list(probe.worthless).index(name)], probe)
@@ -197,7 +197,7 @@ def _check_worthless(probes: Sequence[_Probe], config: RewardConfig) -> Iterator
 
 
 def _check_repeats(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
-    """The same call gives the same rewards."""
+    """Check that the same call returns the same rewards."""
     changed = _first_difference(probes, lambda probe: probe.again)
     if changed:
         fix = "take randomness and state out of the functions, or seed it by the row"
@@ -207,7 +207,7 @@ def _check_repeats(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[C
 
 
 def _check_order(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
-    """A response's reward doesn't depend on its place in the call."""
+    """Check that a response's reward doesn't depend on its place in the call."""
     changed = _first_difference(probes, lambda probe: probe.turned)
     if changed:
         fix = "score each response by itself, whatever its place in the call"
@@ -225,7 +225,7 @@ def _first_difference(probes: Sequence[_Probe], other: Callable[[_Probe], Sequen
 
 
 def _check_seconds(probes: Sequence[_Probe], config: RewardConfig) -> Iterator[CheckLine]:
-    """A call takes little of its time."""
+    """Check that a call takes little of its time."""
     slowest = max((probe.seconds for probe in probes), default=0.0)
     most = min(_MAX_SECONDS_PER_RESPONSE, config.timeout_seconds / _RESPONSES_PER_CALL)
     if slowest > most:

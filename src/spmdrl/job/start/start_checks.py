@@ -1,4 +1,4 @@
-"""Everything that can be refused before ranks communicate and before a model is loaded, in the order of its checks."""
+"""Checks before ranks communicate and before a model is loaded, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _check_steps(checked: CheckedRun) -> None:
 
 
 Check = Callable[[CheckedRun], CheckedRun | None]
-"""Raises ValueError where a run can't start; returns the run with what the check found, if it is part of it."""
+"""Raises ValueError if a run can't start; returns the run with the check's findings, if they are part of it."""
 
 CHECKS: Sequence[tuple[Collection[str], Check]] = (
     (("reward-model",), check_head_is_trained),
@@ -35,10 +35,10 @@ CHECKS: Sequence[tuple[Collection[str], Check]] = (
     ((*TRAINED, "eval", "generate"), with_rows),
     (TRAINED, check_best),
     (("sft", *ON_PAIRS), _check_steps),
-    # A verb that has but the policy leaves other layouts alone, so that it takes the config of a training run.
+    # A verb with only the policy ignores other layouts, so that it accepts the config of a training run.
     (("train", "preferences"), with_own_layouts),
 )
-"""the verbs that a check is made for, and the check"""
+"""verbs of each check, and the check"""
 
 
 def check_run(
@@ -46,7 +46,7 @@ def check_run(
 ) -> CheckedRun:
     """Check layout, algorithm, data and reward functions. Raises ConfigError; no rank has communicated yet.
 
-    `prompts` take the place of the rows of `data.eval`. `launch` is another job than this one to check for.
+    `prompts` replace the rows of `data.eval`. `launch` is another job to check for, instead of this one.
     """
     config, own = loaded.value, read_launch_environment(os.environ)
     with start_up(), waiting("checking settings and data", enabled=own.rank == 0):

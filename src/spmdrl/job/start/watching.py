@@ -1,4 +1,4 @@
-"""What watches a run beside its work: requests to stop, and ranks that stand still."""
+"""The watch of a run: requests to stop, and hangs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _MARGIN_SHARE = 0.1
 
 @contextmanager
 def watching(checked: CheckedRun, world: World) -> Iterator[None]:
-    """Within the block, ranks learn of requests to stop, and a job that stands still is ended with a report."""
+    """Within the block, ranks learn of requests to stop, and a hanging job is ended with a report."""
     config = checked.config
     store = world.beside
-    # One rank is enough, and thousands would ask Slurm's controller at once.
+    # One rank is enough, and thousands would query Slurm's controller at once.
     environ = with_end_of_job(os.environ) if world.is_main else os.environ
     is_training = checked.verb not in _OTHER_VERBS
 
@@ -64,16 +64,16 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
 
 
 def stage_timeout_seconds(config: Config) -> float:
-    """How long a rank may make no progress; 0 is for ever."""
+    """Return the longest time without progress; 0 is for ever."""
     if config.resources.stage_timeout_seconds is not None:
         return config.resources.stage_timeout_seconds
     return max(_STAGE_SECONDS, 2 * config.reward.timeout_seconds, 2 * config.environment.timeout_seconds)
 
 
 def deadline_of(save_by_seconds: float | None, environ: Mapping[str, str]) -> Deadline | None:
-    """The time to save and leave: so long after now, else two minutes before Slurm ends the job.
+    """Return the time to save and leave: `save_by_seconds` from now, else two minutes before Slurm ends the job.
 
-    A tenth of the job's time before, where that is less.
+    Or a tenth of the job's time before it, if that is less.
     """
     now = time.time()
     if save_by_seconds is not None:
@@ -87,7 +87,7 @@ def deadline_of(save_by_seconds: float | None, environ: Mapping[str, str]) -> De
 
 
 def with_end_of_job(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment, with the end of this Slurm job from squeue where its Slurm is too old to export that."""
+    """Return the environment, with the end of this Slurm job from squeue if its Slurm is too old to export that."""
     squeue = shutil.which("squeue", path=environ.get("PATH"))
     if _SLURM_END in environ or "SLURM_JOB_ID" not in environ or squeue is None:
         return environ
