@@ -1,4 +1,4 @@
-"""Evaluations while a model is trained: when they are made, how, and what is written down of them."""
+"""Evaluations during training: their schedule, methods and records."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ PAIR_RULE = "share of held-out pairs whose preferred response is rated higher"
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of an evaluation, the same on every rank."""
+    """Result of an evaluation, the same on every rank."""
 
     text: str
     """for the screen"""
     estimates: Mapping[str, Estimate]
-    """by metric below eval/, the accuracy among them; what is NaN is left out"""
+    """by metric below eval/, including the accuracy; NaN is omitted"""
     sizes: Mapping[str, int]
-    """numbers of prompts and samples, for the summary of a run that is done"""
+    """numbers of prompts and samples, for the summary of a completed run"""
     summary: Mapping[str, object]
     """fields of summary.json from then on, whatever ends the run"""
     records: Sequence[dict[str, Any]] = ()
-    """the answers"""
+    """the responses"""
 
 
 class HeldOut:
-    """Evaluates the model on the held-out rows when that is due. Its calls are collective over all ranks."""
+    """Evaluates the model on the held-out rows when due. Its calls are collective over all ranks."""
 
     def __init__(self, judge: Callable[[int], Finding] | None, run: Run, config: EvalConfig):
         """`judge` evaluates after a step; None, as without `data.eval`: evaluations do nothing."""
@@ -59,7 +59,7 @@ class HeldOut:
         self._last: Finding | None = None
 
     def before(self) -> None:
-        """The evaluation before the first step, with `eval.before_train`, or the one that a stop left undone."""
+        """Evaluate before the first step, with `eval.before_train`, or repeat an evaluation interrupted by a stop."""
         run = self._run
         if run.has_unlogged_step:
             run.begin_step()
@@ -72,13 +72,13 @@ class HeldOut:
                 run.finish_evaluation_before(self._last.estimates["accuracy"])
 
     def when_due(self, step: int) -> None:
-        """The evaluation after a step: every `eval.interval` steps, and after the last one."""
+        """Evaluate after a step if due: every `eval.interval` steps, and after the last one."""
         interval = self._config.interval
         if self._run.is_last(step) or (interval and step % interval == 0):
             self._evaluate(step)
 
     def summary(self) -> dict[str, object]:
-        """The last evaluation's fields of summary.json."""
+        """Return the last evaluation's fields of summary.json."""
         if self._last is None:
             return {}
         accuracy = self._last.estimates["accuracy"]
@@ -92,7 +92,7 @@ class HeldOut:
         for name, estimate in found.estimates.items():
             for ending, value in {"": estimate.value, "_low": estimate.low, "_high": estimate.high}.items():
                 if not math.isnan(value):
-                    # The same number on every rank: recorded as a mean, it stays what it is.
+                    # The same number on every rank, so its mean over ranks doesn't change it.
                     logs.recorder.mean(f"eval/{name}{ending}", value)
         logs.console.note(f"held-out after step {step}: {found.text}")
         if logs.world.is_main:
@@ -104,7 +104,7 @@ class HeldOut:
 
 
 class AnswerJudge:
-    """Has the policy answer the held-out prompts. Collective."""
+    """Evaluates the policy's responses to the held-out prompts. Collective."""
 
     def __init__(self, evaluator: Evaluator, switching: Switching, run: Run):
         self._evaluator = evaluator
@@ -140,7 +140,7 @@ class AnswerJudge:
 
 
 class PairJudge:
-    """Finds which share of the held-out pairs the model orders as preferred. Collective."""
+    """Measures the share of held-out pairs that the model orders as preferred. Collective."""
 
     def __init__(self, pairs: Sequence[Prompt], objective: PairObjective, logs: RunLogs):
         self._pairs = pairs
@@ -150,11 +150,11 @@ class PairJudge:
     def __call__(self, step: int) -> Finding:
         data, num_pairs = self._objective.trainer.mesh.data, len(self._pairs)
         with self._logs.timeline.stage("evaluation", step):
-            # Evenly many on all ranks that have rows of their own, up to one.
+            # Even shares, up to one, over the ranks with rows of their own.
             found = self._objective.judge(self._objective.rows(self._pairs[data.rank :: data.size]))
             is_right, losses = to_host([found.metrics["preference/accuracy"], found.losses])
             num_right, loss = data.sum(torch.stack((is_right.double().sum(), losses.double().sum()))).tolist()
-        # Ties are half.
+        # Ties count half.
         accuracy, loss = wilson(num_right, num_pairs), loss / num_pairs
         text = (
             f"{accuracy.value:.3f} of {num_pairs} pairs in order (95% {accuracy.low:.3f} to {accuracy.high:.3f}), "
@@ -167,7 +167,7 @@ class PairJudge:
 def build_held_out(
     checked: CheckedRun, run: Run, models: RoleModels, prepared: Prepared, objective: Objective, stack: ExitStack
 ) -> HeldOut:
-    """Evaluations of a model that answers nothing else; what must be closed goes on the stack. Collective."""
+    """Build evaluations of a model used for nothing else; resources are closed with the stack. Collective."""
     config = checked.config
     if prepared.held_out is None:
         return HeldOut(None, run, config.eval)

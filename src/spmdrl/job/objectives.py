@@ -1,4 +1,4 @@
-"""Objectives of training on rows of data: the rows' answers, a preference between two responses, or scores of both."""
+"""Objectives of training on rows of data: answers, preferences between two responses, or scores of both."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class Objective(ABC):
 
     @abstractmethod
     def batch(self, prompts: Sequence[Prompt], num_rows: int) -> tuple[TokenRows, LossFunction]:
-        """This rank's rows of an optimizer step of `num_rows`, and their share of the mean over all of them."""
+        """Return this rank's rows of a step of `num_rows`, and the loss, their share of the mean over all."""
 
     def is_reached(self, result: UpdateResult) -> bool:
-        """Return True if this update, the same on all ranks, is to be the last one."""
+        """Return True if this update, the same on all ranks, must be the last one."""
         return False
 
 
 def build_objective(checked: CheckedRun, prepared: Prepared, models: RoleModels, *, is_main: bool) -> Objective:
-    """The objective of the run's verb."""
+    """Return the objective of the run's verb."""
     config, renderer, trainer = checked.config, prepared.renderer, models[POLICY].trainer
     if checked.verb == "sft":
         return AnswerObjective(trainer, renderer, config.sft, is_main=is_main)
     if checked.verb == "reward-model":
         return ScoreObjective(trainer, renderer, config.reward_model)
-    # Beside adapters there is no second model.
+    # With adapters there is no second model.
     reference = None if config.preferences.reference_free else models.get(REFERENCE, models[POLICY]).trainer
     return PreferenceObjective(trainer, renderer, config.preferences, reference)
 
@@ -80,13 +80,13 @@ class AnswerObjective(Objective):
         return rows, lambda scores, micro: _token_mean_loss(scores, micro, num_tokens)
 
     def is_reached(self, result: UpdateResult) -> bool:
-        # The reward that sampled exact answers can expect.
+        # The expected reward of sampled exact answers.
         total, count = result.metrics["answer_probability"]
         return self._watch.is_enough(total / max(count, 1.0))
 
 
 class AnswerWatch:
-    """Decides when the answers are probable enough; what it averages over is a part of the run's state."""
+    """Decides when the answers are probable enough; its average is part of the run's state."""
 
     def __init__(self, goal: float | None, *, is_main: bool):
         self.recent: tuple[float, ...] = ()
@@ -99,18 +99,18 @@ class AnswerWatch:
         return self._goal is not None and sum(self.recent) / STEPS_OF_AVERAGE >= self._goal
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
-        """Write the last steps' probabilities, where they decide anything."""
+        """Write the last steps' probabilities, if there is a goal."""
         if self._goal is not None and self._is_main:
             add_text(writes, folder / WATCH_FILE, json.dumps(self.recent) + "\n")
 
     def read_from(self, folder: Path) -> None:
-        """Take them back."""
+        """Restore them."""
         path = folder / WATCH_FILE
         self.recent = tuple(map(float, json.loads(path.read_text()))) if path.is_file() else ()
 
 
 def _packed(rows: Sequence[MarkedTokens]) -> TokenRows:
-    """Packed rows, in which no row attends another and positions begin anew."""
+    """Pack rows, without attention across rows and with positions from 0 in each."""
     is_learnt_T = torch.tensor([mark for row in rows for mark in row.is_learnt], dtype=torch.bool)
     first_B = [row.is_learnt.index(True) for row in rows]
     # One run at the end needs no marks.
@@ -124,7 +124,7 @@ def _packed(rows: Sequence[MarkedTokens]) -> TokenRows:
 
 
 def _token_mean_loss(scores: Scores, micro: MicroBatch, num_tokens: int) -> LossTerms:
-    """Negative log-likelihood, this micro-batch's share of the mean over `num_tokens` tokens."""
+    """Return the negative log-likelihood, this micro-batch's share of the mean over `num_tokens` tokens."""
     logprobs_R = scores.logprobs_R.detach()
     row_sums_B = logprobs_R.new_zeros(micro.num_rows).index_add_(0, micro.row_of_response_R, logprobs_R)
     num_rows, num_here = torch.tensor(float(micro.num_rows)), torch.tensor(float(logprobs_R.numel()))
@@ -157,32 +157,32 @@ class PairObjective(Objective):
         return self.rows(prompts), loss
 
     def judge(self, rows: TokenRows) -> PairLoss:
-        """The loss of each of these pairs, without a gradient, on the device."""
+        """Return the loss of each of these pairs, without a gradient, on the device."""
         scored, device = self._scored(rows), self.trainer.device.torch_device
         columns = {name: to_device(values_R, device) for name, values_R in rows.response.items()}
         row_R = torch.arange(len(rows)).repeat_interleave(rows.response_offsets.diff())
         return self._losses(scored, columns, to_device(row_R, device), len(rows))
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
-        """The pairs of some rows as the model takes them, with all that the loss reads."""
+        """Return the pairs of some rows for the model, with the loss's columns."""
         return pair_rows(prompts, self.renderer)
 
     @abstractmethod
     def _scored(self, rows: TokenRows) -> Any:
-        """Scores of rows, as the loss gets them of a micro-batch."""
+        """Return scores of rows in the loss's form."""
 
     @abstractmethod
     def _losses(self, scored: Any, columns: Mapping[str, Tensor], row_R: Tensor, num_rows: int) -> PairLoss:
-        """The loss of each pair of rows; `columns`, and the row, are those of each response token."""
+        """Return the loss of each pair of rows; `columns`, and the row, are given per response token."""
 
 
 @dataclass(frozen=True)
 class PreferenceObjective(PairObjective):
-    """DPO, and what differs from it by its settings."""
+    """DPO and its variants by settings."""
 
     config: PreferenceConfig
     reference: TrainingEngine | None
-    """the trainer itself where it has adapters, without which it is its reference"""
+    """the trainer itself if it has adapters, without which it is its reference"""
 
     def rows(self, prompts: Sequence[Prompt]) -> TokenRows:
         rows = super().rows(prompts)
@@ -202,7 +202,7 @@ class PreferenceObjective(PairObjective):
 
 @dataclass(frozen=True)
 class ScoreObjective(PairObjective):
-    """Bradley and Terry's model: the better response of a pair is to score higher."""
+    """Bradley-Terry model: the better response of a pair gets the higher score."""
 
     config: RewardModelConfig
 
@@ -227,16 +227,16 @@ class ScoreObjective(PairObjective):
 
 
 def pair_rows(prompts: Sequence[Prompt], renderer: Renderer) -> TokenRows:
-    """Each prompt with its preferred response, then with the other one; both end as their turn does."""
+    """Return each prompt with its preferred response, then with the other one; both include the end of turn."""
     learnt = LearntRows(renderer)
     rows = _packed([row for prompt in prompts for row in learnt.of(prompt)])
-    # 1 at tokens of preferred responses, -1 at those of the others.
+    # 1 at tokens of preferred responses, -1 at tokens of the others.
     signs_R = torch.tensor([1.0, -1.0] * len(prompts)).repeat_interleave(rows.response_offsets.diff())
     return replace(rows, response={_SIGN: signs_R}, unit_size=PAIR)
 
 
 def record_update(recorder: Recorder, result: UpdateResult, *, num_ranks: int) -> None:
-    """Record what every rank holds alike."""
+    """Record results that are equal on every rank."""
     recorder.mean("loss", result.loss)
     recorder.mean("grad_norm", result.grad_norm)
     recorder.mean("lr", result.lr)

@@ -42,7 +42,7 @@ class Training:
 
 
 def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
-    """Build the layers bottom-up; what must be closed goes on the stack. Collective over all ranks."""
+    """Build the layers bottom-up; resources are closed with the stack. Collective over all ranks."""
     config, world = checked.config, run.world
     prepared = prepare_together(checked, world, run.console)
     admitted = admit(checked, prepared.sources, world, run.console)

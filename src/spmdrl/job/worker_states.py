@@ -34,7 +34,7 @@ from spmdrl.resources.mesh import build_generation_mesh
 def scoring_states(
     checked: CheckedRun, models: RoleModels, switching: Switching, prepared: Prepared
 ) -> dict[WorkerState, ScoreStage]:
-    """The states in which a model scores responses."""
+    """Return the states in which a model scores responses."""
     engines, teachers = {role: model.trainer for role, model in models.items()}, prepared.teachers_prompts
     return score_stages(
         checked.slots, engines, switching.present, teachers.in_place if teachers else None,
@@ -43,7 +43,7 @@ def scoring_states(
 
 
 def judging_state(checked: CheckedRun, prepared: Prepared, logs: RunLogs, ledger: MemoryLedger) -> JudgeStage | None:
-    """The state in which a frozen model judges responses, or None where there is none. Collective."""
+    """Return the state in which a frozen model judges responses, or None without a judge. Collective."""
     config, judge, source, world = checked.config, checked.config.reward.judge, prepared.sources.get(JUDGE), logs.world
     if judge is None or source is None:
         return None
@@ -60,7 +60,7 @@ def learning_states(
     checked: CheckedRun, models: RoleModels, recorder: Recorder, algorithm: StepAlgorithm, report: SamplesReport,
     hooks: Sequence[StageHook],
 ) -> dict[WorkerState, Stage]:  # fmt: skip
-    """The states that credit responses with their rewards and train on them."""
+    """Return the states that credit responses with their rewards and train on them."""
     config, critic = checked.config, checked.config.critic
     settings = credit_settings_of(config)
     plan = UpdatePlan(
@@ -84,7 +84,7 @@ _ALGORITHM_STATE = "algorithm.json"
 
 
 class StepAlgorithm:
-    """The algorithm of the present step; what it adapts from step to step is a part of the run's state."""
+    """The algorithm of the present step; its adapted keys are part of the run's state."""
 
     def __init__(self, algorithm: Algorithm, *, is_main: bool):
         self.now = algorithm
@@ -93,7 +93,7 @@ class StepAlgorithm:
         self._is_main = is_main
 
     def adapt(self, values: Mapping[str, Any]) -> None:
-        """Keep these values of keys that change for the next step."""
+        """Keep these values of changing keys for the next step."""
         self._next = replace(self._first, config=replace(self._first.config, **values)) if values else self._first
 
     def advance(self) -> None:
@@ -101,13 +101,13 @@ class StepAlgorithm:
         self.now = self._next
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
-        """Write the keys that change, if there are any."""
+        """Write the changing keys, if there are any."""
         values = {key: getattr(self.now.config, key) for key in sorted(self.now.adapted_keys)}
         if values and self._is_main:
             add_text(writes, folder / _ALGORITHM_STATE, json.dumps(values) + "\n")
 
     def read_from(self, folder: Path) -> None:
-        """Take back the keys that change; where an earlier part of the run changed none, they begin as configured."""
+        """Restore the changing keys; those that an earlier part of the run didn't change start as configured."""
         saved = json.loads((folder / _ALGORITHM_STATE).read_text()) if (folder / _ALGORITHM_STATE).is_file() else {}
         self.adapt({key: float(saved[key]) for key in self._first.adapted_keys & saved.keys()})
         self.advance()

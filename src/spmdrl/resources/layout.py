@@ -18,7 +18,7 @@ _LONGEST_TIMEOUT_SECONDS = 365 * 86400.0
 
 @dataclass(frozen=True)
 class ResourcesConfig:
-    """What the job runs on."""
+    """Resources of the job."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """kind of device; auto: the accelerator that PyTorch finds, else cpu"""

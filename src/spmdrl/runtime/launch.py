@@ -25,7 +25,7 @@ class StartRefused(ValueError):
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Who this process is within the job, and where the job's rank 0 listens."""
+    """This process's place in the job, and the address of the job's rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -71,23 +71,23 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
 def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """What the launcher's variables say; a process started without a launcher is a job of one rank.
+    """Read the launcher's variables; a process started without a launcher is a job of one rank.
 
-    torchrun's are read first, since torchrun may itself run under srun or msrun, and srun's last. Raises ValueError
-    when only some are set, when one is not a number, or when nodes differ in size.
+    torchrun's come first, since torchrun may itself run under srun or msrun, and srun's last. Raises ValueError if only
+    some are set, if one is not a number, or if nodes differ in size.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _started_by_torchrun(environ)
     if "MS_ROLE" in environ:
         return _started_by_msrun(environ)
-    # SLURM_PROCID is there in a batch script too, which is no task of a step.
+    # SLURM_PROCID is also in a batch script, which is no task of a step.
     if "SLURM_STEP_ID" in environ:
         return _started_by_srun(environ)
     return LaunchEnvironment()
 
 
 def is_msruns_scheduler(environ: Mapping[str, str]) -> bool:
-    """Whether this process is the program that msrun starts once more, beside its workers, as MindSpore's scheduler."""
+    """Return True if this is the program that msrun starts beside its workers, as MindSpore's scheduler."""
     return environ.get("MS_ROLE") == "MS_SCHED" and "RANK" not in environ
 
 
@@ -176,7 +176,7 @@ def _started_by_msrun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _msruns_local_workers(environ: Mapping[str, str], world_size: int) -> int:
-    """How many workers each node runs, which msrun doesn't export; one node is recognised by its loopback address."""
+    """Return the workers per node, which msrun doesn't export; a single node has a loopback address."""
     if "LOCAL_WORLD_SIZE" in environ:
         local_world_size = _integer(environ, "LOCAL_WORLD_SIZE")
         if local_world_size < 1 or world_size % local_world_size:

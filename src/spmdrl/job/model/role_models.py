@@ -52,13 +52,13 @@ class RoleModel:
     source: ModelSource
     world: World
     saved_dtype: torch.dtype
-    """dtype of the weights in the Hugging Face folders that it writes"""
+    """dtype of the weights in written Hugging Face folders"""
     chat_template: str | None = None
-    """the text that replaces the tokenizer's template there"""
+    """text that replaces the tokenizer's template there"""
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write model and trainer state into a checkpoint. Collective."""
-        # Of adapters alone, the shards lack what the model has besides.
+        # With adapters, the shards lack the model's other weights.
         is_whole = self.source.decoder.lora is None
         if not (is_whole and writes.follow(partial(self._write_from_shards, folder))):
             self.write_model(folder, writes)
@@ -69,7 +69,7 @@ class RoleModel:
         writes.add(partial(self._write_trainer, folder, shards))
 
     def read_from(self, folder: Path) -> None:
-        """Take weights and optimizer back from a checkpoint of any layout."""
+        """Restore weights and optimizer from a checkpoint of any layout."""
         load_trainer_state(self.trainer, ShardFiles(self._folder_in(folder) / TRAINER))
 
     def write_model(self, checkpoint: Path, writes: FileWrites) -> None:
@@ -83,7 +83,7 @@ class RoleModel:
             if self.world.is_main:
                 writes.add(partial(self._write_folder, checkpoint, writes.held_weights(weights), adapters))
         finally:
-            # The gathers are collective: ranks that keep nothing take part, and so does one whose disk is full.
+            # The gathers are collective: ranks that write nothing take part, and so does one whose disk is full.
             for _ in weights:
                 pass
 
@@ -93,7 +93,7 @@ class RoleModel:
         return [write_shards(folder, self.world.rank, shards)]
 
     def _write_from_shards(self, checkpoint: Path) -> list[Path]:
-        """Write the model, of the weights in the files of all ranks' shards."""
+        """Write the model from the weights in the files of all ranks' shards."""
         files, decoder = ShardFiles(self._folder_in(checkpoint) / TRAINER), self.source.decoder
         kept = buffer_dtypes(decoder)
         weights = (
@@ -103,7 +103,7 @@ class RoleModel:
         return self._write_folder(checkpoint, weights, {})
 
     def _write_folder(self, checkpoint: Path, weights: Weights, adapters: Mapping[str, Tensor]) -> list[Path]:
-        """Write whole weights with all that belongs to them; returns the paths."""
+        """Write whole weights with the rest of the model's folder; returns the paths."""
         folder = self._folder_in(checkpoint) / MODEL
         folder.mkdir(parents=True, exist_ok=True)
         write_weights(folder, weights)
@@ -123,7 +123,7 @@ class RoleModel:
         return paths
 
     def _whole_adapters(self) -> dict[str, Tensor]:
-        """The adapters, on the main rank; all before anything is written, which may fail there. Collective."""
+        """Return the adapters, on the main rank, before any write, which may fail there. Collective."""
         if self.source.decoder.lora is None:
             return {}
         self.trainer.check_weights_present("gather adapters")
@@ -139,7 +139,7 @@ RoleModels = Mapping[Role, RoleModel]
 
 
 class ModelsAlone:
-    """What checkpoints hold with `checkpoint.model_only`."""
+    """State of checkpoints with `checkpoint.model_only`."""
 
     def __init__(self, models: Iterable[RoleModel]):
         self._models = list(models)
@@ -150,19 +150,19 @@ class ModelsAlone:
             model.write_model(folder, writes)
 
     def read_from(self, folder: Path) -> None:
-        """Read the trainer states too: from a checkpoint that was written before `model_only` was set."""
+        """Read the trainer states too, from a checkpoint that was written before `model_only` was set."""
         for model in self._models:
             model.read_from(folder)
 
 
 def saved_state(config: CheckpointConfig, models: RoleModels, *others: Savable) -> Savable:
-    """What checkpoints hold: the models that are saved, and beside them `others`."""
+    """Return the state of checkpoints: the saved models, and `others`."""
     saved = [model for role, model in models.items() if role.checkpoint is not None]
     return ModelsAlone(saved) if config.model_only else SavedParts(*saved, *others)
 
 
 def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World) -> RoleModels:
-    """The models of a run, each cut by its layout, with the weights of their sources. Collective."""
+    """Return the models of a run, each cut by its layout, with the weights of their sources. Collective."""
     layouts = {role: checked.layout_of(role) for role in sources}
     # Roles with the same layout share its process groups.
     meshes = {layout: build_update_mesh(layout, world.device, world.rank) for layout in dict.fromkeys(layouts.values())}
@@ -214,7 +214,7 @@ def _build_trainer(
 
 
 def _routing_beside(routing: RoutingConfig, decoder: DecoderConfig) -> RoutingConfig:
-    """What a model beside the policy can follow of its options: rows hold the choices of the policy's routers alone."""
+    """Return the routing options that apply to a model beside the policy: rows have the policy's choices only."""
     if decoder.moe is None:
         return RoutingConfig()
     rate = routing.bias_update_rate if decoder.moe.scoring == "sigmoid" else 0.0

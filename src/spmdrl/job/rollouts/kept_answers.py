@@ -1,6 +1,6 @@
-"""Answers of `generate` on disk as they end: a job that dies loses none, and the same command again goes on with them.
+"""Responses of `generate`, stored as they end: a job that dies loses none, and repeating the command continues.
 
-absent -> begun: a file for each replica, a line for each answer -> all there, gathered -> absent
+absent -> begun: a file per replica, a line per response -> complete, gathered -> absent
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _PARTS = "rank_*.jsonl"
 
 
 class KeptAnswers:
-    """The answers so far of one `generate`, JSON objects that have a `row`, in files that only grow.
+    """Responses so far of one `generate`, JSON objects that have a `row`, in append-only files.
 
-    Ranks needn't see each other's files. A rank that answers appends to its own.
+    Ranks needn't see each other's files. A rank that generates appends to its own.
     """
 
     def __init__(self, results: Path, identity: Mapping[str, object], world: World):
-        """`identity` is what must not change between the parts of one `generate`; the main rank's holds. Collective."""
+        """`identity` must not change between the parts of one `generate`; the main rank's holds. Collective."""
         self.folder = results / FOLDER
         self._identity = json.loads(gather_bytes(json.dumps(identity).encode())[0])
         self._world = world
         self._file: BinaryIO | None = None
 
     def put_aside(self) -> None:
-        """Move what an interrupted `generate` left out of the way; nothing is deleted. Collective."""
+        """Move an interrupted `generate`'s files out of the way; nothing is deleted. Collective."""
         number = 1
         while (aside := self.folder.with_name(f"{FOLDER}.{number}")).exists():
             number += 1
-        # Where ranks see the same folder, one of them moves it.
+        # If ranks see the same folder, one of them moves it.
         with contextlib.suppress(FileNotFoundError):
             self.folder.rename(aside)
         barrier()
 
     def rows(self) -> set[int]:
-        """The rows that need no answer any more. Collective.
+        """Return the finished rows. Collective.
 
-        Raises ValueError on every rank where the folder holds answers to something else.
+        Raises ValueError on every rank if the folder holds responses to something else.
         """
         differences = [item.decode() for item in gather_bytes(self._difference().encode()) if item]
         if differences:
@@ -59,14 +59,14 @@ class KeptAnswers:
         return set().union(*self._rows_by_rank())
 
     def add(self, answers: Sequence[Mapping[str, object]]) -> None:
-        """Append answers to this rank's file, where they are whatever ends this process."""
+        """Append responses to this rank's file, where they survive any end of this process."""
         if self._file is None:
             self._file = self._opened()
         self._file.write("".join(f"{json.dumps(answer)}\n" for answer in answers).encode())
         self._file.flush()
 
     def gathered(self) -> list[str]:
-        """All answers' lines in row order, on the main rank; the others get none. Collective."""
+        """Return all lines in row order, on the main rank; none on the others. Collective."""
         if self._file is not None:
             self._file.close()
         rows_by_rank = self._rows_by_rank()
@@ -82,19 +82,19 @@ class KeptAnswers:
         return [lines[row].rstrip("\n") for row in sorted(lines)]
 
     def drop(self) -> None:
-        """Delete the files, once their answers are elsewhere. Collective."""
+        """Delete the files, once their responses are stored elsewhere. Collective."""
         barrier()
         if self._world.local_rank == 0:
             # Another node may delete the same folder.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _rows_by_rank(self) -> list[set[int]]:
-        """The rows whose answers each rank finds."""
+        """Return the rows whose responses each rank finds."""
         own = json.dumps([row for row, _ in self._lines()])
         return [set(json.loads(part)) for part in gather_bytes(own.encode())]
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """Row and line of each whole answer; a killed rank may leave half a line, and a disk a damaged one."""
+        """Yield row and line of each whole response; a killed rank may leave half a line, and a disk a damaged one."""
         for path in sorted(self.folder.glob(_PARTS)):
             with path.open("rb") as file:
                 for line in file:
@@ -116,7 +116,7 @@ class KeptAnswers:
         )
 
     def _opened(self) -> BinaryIO:
-        """This rank's file, without half a line at its end, beside a record of what is answered."""
+        """Open this rank's file, without half a line at its end, beside a record of the identity."""
         self.folder.mkdir(parents=True, exist_ok=True)
         identity = self.folder / _IDENTITY
         if not identity.exists():
@@ -131,9 +131,9 @@ class KeptAnswers:
 
 
 def _row_of(line: bytes) -> int | None:
-    """The row of an answer, or None for a line that isn't as `add` wrote it."""
+    """Return the row of a response, or None for a line that `add` can't have written."""
     try:
-        # What is written is ASCII, so that another byte is damage.
+        # Written text is ASCII, so another byte is damage.
         content = json.loads(line.decode("ascii"))
     except (ValueError, RecursionError):
         return None

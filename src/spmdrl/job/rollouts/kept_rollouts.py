@@ -1,11 +1,11 @@
-"""A step's rollouts on disk: a job that dies after generation takes them up instead of generating again.
+"""A step's rollouts on disk: a job that dies after generation restores them instead of generating again.
 
-What is kept of rollouts, and why; a batch's columns are written in one way (`samples/store/keeping.py`):
+All records of rollouts use one format of columns (`samples/store/keeping.py`):
 
-    rollouts/ (checkpoint.keep_rollouts)   this file; the step that runs, until its checkpoint is written pending/ in a
-    checkpoint               `PendingGroups`, which a later step continues (partial rollout) debug.rollouts_to,
-    rollouts_from       `replay.py`; every step, for a comparison with the same responses generated.parts/
-    `kept_answers.py`; answers of the verb generate, as text
+    rollouts/ (checkpoint.keep_rollouts)   this file; the running step, until its checkpoint is written
+    pending/ in a checkpoint               `PendingGroups`, which a later step continues (partial rollout)
+    debug.rollouts_to, rollouts_from       `replay.py`; every step, for a comparison with the same responses
+    generated.parts/                       `kept_answers.py`; responses of the verb generate, as text
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from spmdrl.resources.collectives import gather_bytes
 ROLLOUTS = "rollouts"
 IDENTITY = "identity.json"
 METRICS = "metrics.json"
-"""what was recorded of the rows up to then, by all ranks"""
-# Of what the attempt did that generated them, rather than of the rows.
+"""metrics of the rows up to then, by all ranks"""
+# Metrics of the attempt that generated the rows, rather than of the rows.
 _OF_ATTEMPT = ("perf/", "reshard/")
 
 
 class KeptRollouts:
-    """Keeps the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`).
+    """Stores the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`).
 
-    Of the groups that the step deferred, they are the pending responses.
+    For groups that the step deferred, these are the pending responses.
     """
 
     def __init__(self, checkpoints: Checkpoints, logs: RunLogs, identity: Mapping[str, object], pending: PendingGroups):
@@ -49,14 +49,14 @@ class KeptRollouts:
             required=(IDENTITY, METRICS),
         )  # fmt: skip
         self._recorded: dict[str, Stat] = {}
-        """of the rows that were taken up"""
+        """metrics of the restored rows"""
         self._store.remove_leftovers()
 
     def restore(self, samples: Samples) -> bool:
-        """Fill the batch with the rows that an interrupted run kept of this step, if it did. Collective.
+        """Fill the batch with the rows that an interrupted run stored of this step, if it did. Collective.
 
-        Damaged ones are generated anew. Raises ConfigError where their digests are right but their content isn't: by
-        then the batch holds a part of it.
+        Damaged ones are generated again. Raises ConfigError if their digests are right but their content isn't: by then
+        the batch holds a part of it.
         """
         if not self._is_on or samples.step != self._logs.start_step + 1:
             return False
@@ -71,7 +71,7 @@ class KeptRollouts:
         return True
 
     def _problem_with(self, folder: Path) -> str | None:
-        """Why the rollouts there can't be taken up, nothing ("") where there are none, None for sound ones."""
+        """Return the reason against restoring the rollouts there, "" if there are none, None for sound ones."""
         if step_of_folder(folder.name) not in self._store.steps():
             return ""
         if (problem := damage(folder, self._store.required)) is not None:
@@ -94,9 +94,9 @@ class KeptRollouts:
             ) from failure
 
     def keep(self, samples: Samples) -> None:
-        """Write the batch where a resumed run would begin with this step; what was taken up is recorded. Collective.
+        """Write the batch if a resumed run would begin with this step; restored metrics are recorded. Collective.
 
-        A failure costs no more than the rollouts of a job that dies in this step.
+        A failure only costs the rollouts of a job that dies in this step.
         """
         if not self._is_on:
             return

@@ -1,4 +1,4 @@
-"""The side of a training run that answers prompts and rewards responses."""
+"""The part of a training run that generates responses and rewards them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spmdrl.runtime.workers.strikes import Strikes
 
 @dataclass(frozen=True)
 class Rollout:
-    """The generation state without what it does on the way, and the state that waits for rewards."""
+    """The generation state, and the state that waits for rewards."""
 
     pool: RewardPool
     generation: GenerationStage
@@ -38,9 +38,9 @@ class Rollout:
     def stage(
         self, checked: CheckedRun, logs: RunLogs, pending: PendingGroups, scores: Sequence[ScoreStage], *, swaps: bool
     ) -> Stage:
-        """The generation state; with an environment, rows that have ended are scored in portions. Collective.
+        """Return the generation state; with an environment, ended rows are scored in portions. Collective.
 
-        `swaps` is set where the training state is away meanwhile.
+        `swaps` is set if the training state is away during generation.
         """
         config, generation = checked.config, self.generation
         if generation.turns is not None and scores and not pending.rules.num_refills:
@@ -59,7 +59,7 @@ class Rollout:
         return generation
 
     def attempts(self, checked: CheckedRun, pending: PendingGroups) -> Attempts | None:
-        """The loop of a step that begins more prompts in place of those that the algorithm leaves out, if it may."""
+        """Return the loop of a step that may generate more prompts in place of excluded ones."""
         if not pending.rules.num_refills:
             return None
         settings, own = credit_settings_of(checked.config), self.generation
@@ -87,7 +87,7 @@ def build_rollout(
 
 
 def check_rollouts(checked: CheckedRun) -> None:
-    """Refuse sizes and options of a step that its rollouts and updates can't have together."""
+    """Raise ValueError for sizes and options of a step that its rollouts and updates can't combine."""
     config, algorithm = checked.config, checked.algorithm
     rollout, train = config.rollout, config.train
     if rollout.temperature == 0:

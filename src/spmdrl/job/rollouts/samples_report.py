@@ -1,4 +1,4 @@
-"""The report of a step's samples: a few of them to read, and what the sample flow moved."""
+"""The report of a step's samples: a few of them in full, and the sample flow's traffic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SamplesReport(StageHook):
     def after(self, state: WorkerState, samples: Samples) -> None:
         """After the update, write this rank's record of its rows, and `log.samples_per_step` rows in full.
 
-        Those are of one prompt first, then others of the step's prompts.
+        Rows of one prompt come first, then others of the step's prompts.
         """
         if state is not WorkerState.UPDATE:
             return
@@ -66,7 +66,7 @@ class SamplesReport(StageHook):
         self._logs.write_samples(samples.step, records)
 
     def _record(self, samples: Samples, one: Batch, advantages: Sequence[float | None] | None) -> SampleRecord:
-        """The record of one row; without advantages it was dropped."""
+        """Return the record of one row; without advantages it was dropped."""
         row, reward = int(one.rows[0]), float(one.dense("reward")[0])
         ids, versions, parts = (one.values(name).tolist() for name in ("response_ids", "versions", "reward_parts"))
         turns = one.values(TURNS).tolist() if TURNS in one else None
@@ -97,13 +97,13 @@ class SamplesReport(StageHook):
         )
 
     def _text(self, token: int) -> str:
-        """One token's text by itself; a replacement character where the token is only part of a character."""
+        """Return one token's text by itself; a replacement character for a partial character."""
         if token not in self._texts:
             self._texts[token] = self._decode([token])
         return self._texts[token]
 
     def count(self, accounting: Accounting) -> None:
-        """Record where the step's rows ended, and the bytes that this rank moved."""
+        """Record the ends of the step's rows, and the bytes that this rank moved."""
         recorder = self._logs.recorder
         recorder.mean("dock/trained", accounting.num_trained)
         recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))
@@ -125,7 +125,7 @@ class SamplesReport(StageHook):
 def build_report(
     checked: CheckedRun, logs: RunLogs, models: RoleModels, dock: TransferDock, decode: DecodeTokens, stack: ExitStack
 ) -> SamplesReport:
-    """The report of a run that goes on after `logs.start_step`; its records are closed with the stack."""
+    """Return the report of a run that continues after `logs.start_step`; its records are closed with the stack."""
     config, mesh = checked.config, models[POLICY].trainer.mesh
     records = stack.enter_context(RowRecords(logs.folder, logs.world, mesh, last_step=logs.start_step))
     shown = ShownRows(config.log.samples_per_step, records)
@@ -141,7 +141,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def estimates_of(config: Config, states: Collection[WorkerState], num_warehouses: int) -> dict[str, float]:
-    """Sizes of a run's sample flow in the paper's terms, and its Eq. 1, 2 and 4 in GiB per step (arXiv:2507.19017)."""
+    """Return the sample flow's sizes by the paper, and its Eq. 1, 2 and 4 in GiB per step (arXiv:2507.19017)."""
     flow = FlowShape.of_states(
         states,
         num_prompts=config.rollout.prompts_per_step,

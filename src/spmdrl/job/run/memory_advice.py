@@ -1,4 +1,4 @@
-"""Turns running out of memory, on a device or a host, into one line: in which stage, and which keys to lower."""
+"""Conversion of out-of-memory errors, on a device or a host, to one line: the stage, and the keys to lower."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class OutOfMemory(RuntimeError):
 
 
 class Whereabouts(Protocol):
-    """What a run knows of the moment at which memory ran out."""
+    """A run's facts at the moment of running out of memory."""
 
     @property
     def timeline(self) -> Timeline | None:
-        """Names the stage that failed and the memory held before it; None before the run has begun."""
+        """Timeline with the failed stage and the memory held before it; None before the run has begun."""
 
     def lower_limit(self) -> str:
-        """Have the next attempt begin with fewer tokens per micro-batch, if that may help; returns what it will do."""
+        """Let the next attempt begin with fewer tokens per micro-batch, if that may help; returns a description."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def explained_memory(
 
 
 def _ledger_text(held: HeldMemory | None) -> str:
-    """Who holds how much of the device, the most first."""
+    """List the owners of device memory, largest first."""
     sizes = sorted(held.device.items(), key=lambda item: -item[1]) if held is not None else []
     texts = [f"{owner} {bytes_text(size)}" for owner, size in sizes if size]
     return f"; it held {', '.join(texts)}" if texts else ""

@@ -1,4 +1,4 @@
-"""Records of a run's beginning and end in its folder: summary.json, the report, and its models' cards."""
+"""Records of a run's start and end in its folder: summary.json, the report, and its models' cards."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from spmdrl.runtime.supervision.stop_request import INTERRUPTED, UNSAVED, code_o
 
 WARM_START = "warm_start"
 MESSAGES = "prompts_are_messages"
-"""the summary's field that is true where data.chat_template: auto sent every prompt through the template"""
+"""field of the summary, true if data.chat_template: auto sent every prompt through the template"""
 CARD = "README.md"
 _OFFLINE = {"sft": "supervised", "preferences": "preferences (DPO)", "reward-model": "reward model (pairs)"}
 
 
 def note_abandoned(folder: Path, console: Console) -> None:
-    """Print a note where the run that was in the folder before, which no process holds, never wrote its end."""
+    """Print a note if the folder's previous run, which no process holds, never recorded its end."""
     if read_summary(folder).get("verdict") != "running":
         return
     metrics = folder / METRICS_FILE
@@ -55,7 +55,7 @@ def note_abandoned(folder: Path, console: Console) -> None:
 
 
 def write_start(checked: CheckedRun, world: World, console: Console, admitted: Resuming) -> None:
-    """Write the run's configuration, what it was started by and on, and that it is running."""
+    """Write the run's configuration, command and machine, and that it is running."""
     folder, point = checked.config.run.folder, admitted.point
     note_abandoned(folder, console)
     is_finished = point is not None and (point.record.is_finished or point.record.step >= checked.num_steps)
@@ -72,14 +72,14 @@ def write_start(checked: CheckedRun, world: World, console: Console, admitted: R
 
 
 def write_early_end(folder: Path, verdict: str, error: str) -> None:
-    """Write what ended a run before its last step."""
+    """Write the reason for a run's early end."""
     with best_effort("the summary and report"):
         write_summary(folder, verdict=verdict, error=error)
         write_report(folder)
 
 
 def outcome_of(end: End, record: RunRecord, folder: Path, checkpoints: Checkpoints) -> dict[str, object]:
-    """The summary's fields of a run that did its last step; unknown ones are None."""
+    """Return the summary's fields of a run that did its last step; unknown ones are None."""
     newest, history = checkpoints.newest, [metrics for _, metrics in read_metrics(folder)]
     first, last, tenth = at_ends(history, "reward")
     has_rewards = any("reward" in metrics for metrics in history)
@@ -104,24 +104,24 @@ def outcome_of(end: End, record: RunRecord, folder: Path, checkpoints: Checkpoin
 
 
 def write_outcome(folder: Path, fields: Mapping[str, object], console: Console, *, phase: str) -> None:
-    """Write and print how a run ended; fields of an earlier part of a resumed run stay."""
+    """Write and print a run's end; fields of an earlier part of a resumed run stay."""
     known = {name: value for name, value in fields.items() if value is not None}
     with best_effort("the summary and report"):
-        # An error is that of an earlier part, which this one got over.
+        # An error is from an earlier part, which this one has overcome.
         write_summary(folder, **{"error": None} | known)
         write_report(folder)
-    # What could not be written is shown all the same.
+    # Text that could not be written is shown all the same.
     console.summary(read_summary(folder) | known, phase=phase)
 
 
 def finished_model(folder: Path, world: World) -> Path | None:
-    """The model that a run left in its folder, or None if it isn't finished. Collective."""
+    """Return the model that a run left in its folder, or None if it isn't finished. Collective."""
     is_done = on_main(world, lambda: read_summary(folder).get("verdict") == "done")
     return newest_model(folder, world) if is_done else None
 
 
 def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> TrackedRun:
-    """What services show of a run; a warm start is named by the run that it belongs to."""
+    """Return a run's description for tracking services; a warm start is named after its run."""
     folder = run.folder.resolve()
     name = run.name if run.dir is None else folder.name
     if folder.name == WARM_START:
@@ -131,12 +131,12 @@ def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> Tracked
 
 
 def texts_of_checkpoint(checked: CheckedRun, step: int) -> dict[str, str]:
-    """The text files of the checkpoint after a step."""
+    """Return the text files of the checkpoint after a step."""
     return {RESOLVED_CONFIG: checked.resolved_config, f"{MODEL}/{CARD}": model_card(checked, step)}
 
 
 def model_card(checked: CheckedRun, step: int) -> str:
-    """The card of the model after a step of a run; its licence is for the publisher to state."""
+    """Return the card of the model after a step of a run; its licence is for the publisher to state."""
     config, base_model, phase = checked.config, checked.base_model, checked.phase
     models = [] if config.reward.model is None else [str(config.reward.model.path)]
     task = "text-classification" if phase == "reward-model" else "text-generation"
@@ -160,40 +160,40 @@ def model_card(checked: CheckedRun, step: int) -> str:
 
 
 def _plain(value: object) -> str:
-    """On one line, and inside of one cell of the table."""
+    """Escape text for one line, inside of one table cell."""
     return " ".join(str(value).replace("|", "/").replace("`", "'").split())
 
 
 @dataclass(frozen=True)
 class EndFacts:
-    """Events of a run that decide its end, alike on all ranks."""
+    """Events of a run that decide its end, equal on all ranks."""
 
     place: str
     """such as `step 12 of 200`"""
     asked: str | None = None
-    """what asked it to stop, such as SIGTERM; None: nothing did"""
+    """reason of a request to stop, such as SIGTERM; None without one"""
     failure: str | None = None
-    """the first failure of all ranks; None: none failed"""
+    """first failure of all ranks; None without one"""
     unsaved: str | None = None
-    """why the last finished step is in no checkpoint; None where it is, and where there is none"""
+    """reason why the last finished step is in no checkpoint; None if it is, and without steps"""
     newest: Path | None = None
-    """the newest checkpoint"""
+    """newest checkpoint"""
 
 
 @dataclass(frozen=True)
 class End:
-    """Exit code, verdict and line of a run that ends."""
+    """Exit code, verdict and message of a run's end."""
 
     code: int
-    """the exit code"""
+    """exit code"""
     verdict: str
-    """of summary.json"""
+    """verdict in summary.json"""
     line: str
-    """for the screen and the summary's `error`; empty for a run that is done"""
+    """message for the screen and the summary's `error`; empty for a completed run"""
 
 
 def end_of(facts: EndFacts) -> End:
-    """Decide how the run ends: a failure comes before a request, and 75 means that everything has been saved."""
+    """Decide a run's end: a failure precedes a request, and 75 means that everything has been saved."""
     if facts.failure is not None:
         return End(1, "failed", facts.failure)
     if facts.asked is None and facts.unsaved is None:

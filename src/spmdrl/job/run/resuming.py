@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: sound, of this very run, and with all that training needs."""
+"""The checkpoint that a run resumes from: sound, of this very run, and complete."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ class RunRecord:
     step: Annotated[int, Strict(), Ge(0)]
     identity: Mapping[str, Any]
     is_finished: Annotated[bool, Strict()] = False
-    """whether the run was ended before its last step"""
+    """true if the run was ended before its last step"""
     metrics: Mapping[str, Number] = field(default_factory=dict)
-    """those of the newest step"""
+    """metrics of the newest step"""
     accuracy_before: Number | None = None
     accuracy_before_interval: list[Number] | None = None
     best: Annotated[
         tuple[BestStep, ...], BeforeValidator(lambda best: [best] if isinstance(best, dict) else best or ())
     ] = ()
-    """the steps that are kept for their values, the best one first; older versions have a single one, or null"""
+    """steps kept for their values, best first; older versions have a single one, or null"""
     unlogged: Mapping[str, tuple[Literal["mean", "total", "alike", "max", "min"], Number, Number]] = field(
         default_factory=dict
     )
-    """what all ranks recorded of `step`, where the run was stopped in the evaluation after it: logged on resuming"""
+    """all ranks' records of `step`, if the run was stopped in the evaluation after it: logged on resuming"""
     is_resumable: Annotated[bool, Strict()] = True
-    """whether the trainer's state is there"""
+    """true with the trainer's state"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
     def of_json(cls, text: str | bytes) -> RunRecord:
-        """Raises ValueError for anything but such a record; fields of later versions are left out."""
+        """Parse a record, ignoring unknown fields; raises ValueError for anything else."""
         try:
             return TypeAdapter(cls).validate_python(json.loads(text))
         except ValidationError as failure:
@@ -82,7 +82,7 @@ class ResumePoint:
 
 
 class Resuming:
-    """The checkpoint that a run resumes from: chosen before models are loaded, and read once they are."""
+    """The checkpoint that a run resumes from: chosen before models are loaded, and read afterwards."""
 
     def __init__(
         self, store: CheckpointStore, config: Config, world: World, *, identity: Mapping[str, Any], console: Console,
@@ -90,33 +90,33 @@ class Resuming:
     ):  # fmt: skip
         """Choose the checkpoint that `resume` allows. Collective.
 
-        Raises ConfigError on every rank where the checkpoints there can't be used, or belong to another run.
+        Raises ConfigError on every rank if the checkpoints there can't be used, or belong to another run.
         """
         self.store = store
         self._config = config
         self._world = world
         self.identity = identity
-        """what must not change between the parts of a run"""
+        """settings that must not change between the parts of a run"""
         self.num_parameters = num_parameters
-        """of the policy, for the record"""
+        """number of the policy's parameters, for the record"""
         self._console = console
         self._passed_over: dict[Path, str] = {}
-        """folders that turned out to be damaged, and how"""
+        """damage by folder, found so far"""
         self._steps = on_main(world, store.steps)
         self.point = self._chosen()
 
     def take_folder(self) -> None:
-        """Keep earlier jobs from writing, and choose again where their checkpoints have come since. Collective."""
+        """Keep earlier jobs from writing, and choose again if checkpoints have been added since. Collective."""
         folder = self._config.run.folder
-        # An earlier job that lost its lock, and goes on elsewhere, writes nothing from here on.
+        # An earlier job that lost its lock, and still runs elsewhere, writes nothing from here on.
         arm_fence(folder, on_main(self._world, lambda: take_folder(folder).decode()).encode())
         if on_main(self._world, self.store.steps) != self._steps:
             self.point = self._chosen()
 
     def read(self, state: Savable) -> ResumePoint | None:
-        """Take the state back; None where the run begins with its first step. Collective.
+        """Restore the state; None if the run begins with its first step. Collective.
 
-        A checkpoint whose content can't be read, though its digests are right, is damaged too: the one before is taken.
+        A checkpoint with correct digests but unreadable content is damaged too: the previous one is used.
         """
         while self.point is not None and (problem := self._problem_of_reading(state, self.point.folder)):
             self._passed_over[self.point.folder] = problem
@@ -130,7 +130,7 @@ class Resuming:
                 return [None, None, notes]
             record = read_record(folder)
             notes += self._check_record(record, folder)
-            # One that a later step replaced is gone, where the run goes on from before that step.
+            # A checkpoint replaced by a later step is gone, if the run continues from before that step.
             there = tuple(one for one in record.best if self.store.folder_of(one.step).is_dir())
             return [str(folder), replace(record, best=there).to_json(), notes]
 
@@ -166,7 +166,7 @@ class Resuming:
         return None, []
 
     def _damage_of(self, folder: Path) -> str | None:
-        """As the store finds it; also a record that isn't the one of this folder's step."""
+        """Return the damage found by the store, or a record that isn't of this folder's step."""
         if folder in self._passed_over:
             return self._passed_over[folder]
         problem = damage(folder, self.store.required)
@@ -179,7 +179,7 @@ class Resuming:
         return None if record.step == manifest.step else f"its {RUN_FILE} is of step {record.step}, not {manifest.step}"
 
     def _check_record(self, record: RunRecord, folder: Path) -> list[str]:
-        """Raises ValueError for a checkpoint of another run, or without a trainer's state; returns notes."""
+        """Raise ValueError for a checkpoint of another run, or without a trainer's state; returns notes."""
         changed = differences(record.identity, self.identity)
         if changed:
             raise ValueError(
@@ -202,13 +202,13 @@ class Resuming:
             with self._console.doing("reading the checkpoint"):
                 state.read_from(folder)
         except Exception as failure:
-            # The files may hold anything, and nothing but reading them is done here.
+            # The files may hold anything, and this block only reads them.
             problem = f"{type(failure).__name__}: {failure}"
         return next((part.decode() for part in gather_bytes(problem.encode()) if part), "")
 
 
 def admit(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World, console: Console) -> Resuming:
-    """Choose the checkpoint to go on from, before models are loaded and anything is written. Collective.
+    """Choose the checkpoint to resume from, before loading models and writing anything. Collective.
 
     Raises ConfigError on every rank where the folder holds another run, no checkpoint that can be used, or too little
     space.
@@ -232,7 +232,7 @@ def admit(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World
 
 
 def read_record(folder: Path) -> RunRecord:
-    """A checkpoint's record of its run. Raises ValueError where it is damaged."""
+    """Return a checkpoint's record of its run. Raises ValueError if it is damaged."""
     try:
         content = (folder / RUN_FILE).read_bytes()
     except OSError as failure:
@@ -241,7 +241,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two identities disagree on; keys that only one of them has are left out, but for optional ones."""
+    """List differences between two identities, omitting keys of only one of them, except optional ones."""
     changed = [key for key in now if key in before and before[key] != now[key]]
     if before.get(ROWS) == now.get(ROWS) is not None:
         # The same rows in another place.
@@ -257,20 +257,20 @@ REWARD_MODELS_WEIGHTS = "the reward model's weights"
 LORA = "lora"
 JUDGES_WEIGHTS = "the judge's weights"
 OPTIONAL = (CRITIC, TEACHERS_WEIGHTS, REWARD_MODELS_WEIGHTS, JUDGES_WEIGHTS, LORA)
-"""keys that runs without such a thing don't have"""
+"""keys that runs may lack"""
 
 
 def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, Any]:
-    """The run by its settings, its data and the folders of the models that it starts from, as plain JSON values.
+    """Return the run's identity: its settings, data and initial models' folders, as plain JSON values.
 
-    Raises ValueError where the model can't be read.
+    Raises ValueError if the model can't be read.
     """
     config, held = checked.config, fingerprint(folders[POLICY])
     sizes: dict[str, Any] = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.num_generations": config.rollout.num_generations,
         "algo.name": config.algo.name,
-        # Rows that were begun have turns or not.
+        # Pending rows have turns or not.
         "an environment": config.environment.function is not None,
     } if checked.offline is None else {f"{checked.section}.rows_per_step": checked.rows_per_step}  # fmt: skip
     if config.critic is not None and checked.offline is None:
@@ -283,7 +283,7 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
         targets = ", ".join(sorted(config.lora.targets)) or "all projections"
         sizes[LORA] = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {targets}"
     if config.data.on_bad_row == "skip":
-        # It decides which rows there are.
+        # It decides the set of rows.
         sizes["data.max_prompt_length"] = config.data.max_prompt_length
     return {
         "phase": checked.phase,
@@ -300,7 +300,7 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
 
 
 def rows_digest(rows: Sequence[SourceRows], *, learns_completions: bool) -> str:
-    """A short digest of what is used of the rows, wherever their files are."""
+    """Return a short digest of the used parts of the rows, wherever their files are."""
     digest = hashlib.sha256()
     for source in rows:
         digest.update(f"{len(source.rows)}:{source.source.weight}:".encode())
@@ -313,9 +313,9 @@ def rows_digest(rows: Sequence[SourceRows], *, learns_completions: bool) -> str:
 
 
 def keep_config(resolved: str, folder: Path, point: ResumePoint | None, console: Console, *, is_finished: bool) -> None:
-    """Write the resolved configuration; where it changed at the point, print how, and keep the earlier one too.
+    """Write the resolved configuration; if it changed at the point, print the changes, and keep the earlier one too.
 
-    A run that is finished keeps its own.
+    A finished run keeps its own.
     """
     path = folder / RESOLVED_CONFIG
     if point is not None:
@@ -336,5 +336,5 @@ def keep_config(resolved: str, folder: Path, point: ResumePoint | None, console:
 
 
 def resolved_config_until(step: int) -> str:
-    """The name of the file with the configuration that a run had until a step."""
+    """Return the name of the file with a run's configuration until a step."""
     return f"config.resolved.step_{step:06d}.yaml"

@@ -51,13 +51,13 @@ class Run:
     checkpoints: Checkpoints
 
     def __init__(self, checked: CheckedRun, world: World, *, started: float | None = None):
-        """Nothing is written yet. `started` is when the run's clock began (`time.perf_counter`); now, unless given."""
+        """Prepare without writing. `started` is the start of the run's clock (`time.perf_counter`); default: now."""
         self.world = world
         self.folder = checked.config.run.folder
         self.console = Console(enabled=world.is_main)
         self.num_steps = checked.num_steps
         self.start_step = 0
-        """the last step that was done before this job"""
+        """last step before this job"""
         self.checked = checked
         self._record = RunRecord(0, {})
         self.has_begun = False
@@ -65,10 +65,10 @@ class Run:
         self._step_started = self._started
         self._startup_seconds: float | None = None
         self.lower_limit: Callable[[], str] = str
-        """has the next attempt begin with fewer tokens per micro-batch; returns what it will do, in words"""
+        """lets the next attempt begin with fewer tokens per micro-batch; returns a description"""
 
     def resume(self, admitted: Resuming, state: Savable) -> None:
-        """Read the checkpoint that was chosen, and begin to write into the folder. `state` is what checkpoints hold."""
+        """Read the chosen checkpoint, and begin to write into the folder. `state` is saved in checkpoints."""
         admitted.take_folder()
         point = admitted.read(state)
         if point is not None:
@@ -79,7 +79,7 @@ class Run:
             self.console.note(f"resumed from {point.folder} after step {self.start_step}")
 
     def _begin(self, admitted: Resuming, state: Savable) -> None:
-        """Open the logs, and cut from them the steps that will be done again: all of them without a checkpoint."""
+        """Open the logs, and remove the steps that will be repeated: all of them without a checkpoint."""
         config, point = self.checked.config, admitted.point
         if self.world.is_main:
             write_start(self.checked, self.world, self.console, admitted)
@@ -92,7 +92,7 @@ class Run:
         self.has_begun = True
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps still to do, numbered from 1. From the first one on ranks stop only where all agree."""
+        """Yield the remaining steps, numbered from 1. From the first one on ranks stop only by agreement."""
         request.phase = "running"
         # A warm start has a run's steps after it, which its own lines would hide.
         every = -(-self.num_steps // LINES_OF_WARM_START) if self.folder.name == WARM_START else 1
@@ -106,7 +106,7 @@ class Run:
             yield step
 
     def begin_step(self) -> None:
-        """Start the clock of a step, or of the evaluation before the first one; what was before is the start-up."""
+        """Start the clock of a step, or of the evaluation before the first one; earlier time is the start-up."""
         self._step_started = time.perf_counter()
         if self._startup_seconds is None:
             self._startup_seconds = self._step_started - self._started
@@ -130,10 +130,10 @@ class Run:
         self._log_step(0)
 
     def finish_step(self, step: int) -> None:
-        """Write the step's metrics, then a checkpoint where one is due. Raises Stopped where a rank was asked to stop.
+        """Write the step's metrics, then a checkpoint if due. Raises Stopped if a rank was asked to stop.
 
-        In this order, a resumed run finds the metrics of every step that its checkpoint holds. Raises ConfigError, on
-        every rank, after too many updates without a finite gradient.
+        In this order, a resumed run finds the metrics of every step in its checkpoint. Raises ConfigError, on every
+        rank, after too many updates without a finite gradient.
         """
         self._log_step(step)
         if problem := too_many_skips(self._record.metrics, self.checked.config.train.max_skipped_in_a_row):
@@ -147,9 +147,9 @@ class Run:
             self.stop(self.logs.stop_reason)
 
     def stop_before_logging(self, step: int, reason: str) -> NoReturn:
-        """As `stop`, in the evaluation after a step: what it recorded is saved, and logged once it has been evaluated.
+        """Stop in the evaluation after a step: its records are saved, and logged once it has been evaluated.
 
-        Before the first step nothing is to be saved.
+        Before the first step there is nothing to save.
         """
         if step > self._record.step:
             self._record = replace(self._record, step=step, unlogged=self.logs.take_unwritten())
@@ -157,20 +157,20 @@ class Run:
 
     @property
     def has_unlogged_step(self) -> bool:
-        """Whether the run resumed from a step that is still to be evaluated and logged."""
+        """Return True if the run resumed from a step that must still be evaluated and logged."""
         return bool(self._record.unlogged)
 
     def finish_unlogged_step(self) -> None:
-        """Log the step that the run resumed from, now that it has been evaluated, and save it where that is due."""
+        """Log the step that the run resumed from, after its evaluation, and save it if due."""
         step, unlogged = self._record.step, self._record.unlogged
         self._record = replace(self._record, unlogged={})
         self.logs.give_back(unlogged)
         self.finish_step(step)
 
     def stop(self, reason: str) -> NoReturn:
-        """End the run as the last finished step left it, which is saved unless it has been. Raises Stopped.
+        """End the run after its last finished step, saved if it wasn't. Raises Stopped.
 
-        With a code of its own where that could not be saved.
+        The exit code differs if that step could not be saved.
         """
         self.checkpoints.finish()
         newest = self.checkpoints.newest
@@ -198,11 +198,11 @@ class Run:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Stages of this rank; None before the run has begun."""
+        """Timeline of this rank's stages; None before the run has begun."""
         return self.logs.timeline if self.has_begun else None
 
     def end(self, first: FirstFailure | None = None, *, asked: str | None = None) -> End:
-        """End of the run: by `first`, the first failure of all ranks, as it was `asked`, or at its last step."""
+        """Return the run's end: by `first`, the first failure of all ranks, as `asked`, or at its last step."""
         failure = None
         if first is not None:
             asked = reason_of_stop(first.cause)
@@ -219,7 +219,7 @@ class Run:
     def finish(self, **fields: object) -> None:
         """Close the logs, and write summary and report from the main rank; `fields` go into the summary.
 
-        Raises Stopped, with a code of its own, where the last step could not be saved.
+        Raises Stopped, with a different exit code, if the last step could not be saved.
         """
         faultpoint("shutdown")
         self.checkpoints.finish()

@@ -1,4 +1,4 @@
-"""A run's failure, recorded in its folder before the exception goes on."""
+"""Record of a run's failure in its folder, before the exception is passed on."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def recording_failure(run: Run) -> Iterator[None]:
     except BaseException as failure:
         if isinstance(failure, Stopped) and failure.is_agreed:
             raise
-        # Published at once, before the report takes its time.
+        # Published at once, before the slower report.
         first = run.world.first_failure(failure)
         if run.has_begun:
             run.checkpoints.finish_alone()
         end = run.end(first)
         run.console.close()
-        # Behind a newer job's back, nothing is written into its folder.
+        # If a newer job has the folder, nothing is written into it.
         if run.has_begun and _writes_end_after(run, first) and not loss_of_folder(first.cause):
             write_early_end(run.folder, end.verdict, end.line)
         if isinstance(failure, Stopped) and first.is_stop:

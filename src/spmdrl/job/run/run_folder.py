@@ -1,4 +1,4 @@
-"""A run's folder before anything is written into it: who may have it, and whether it can take what is to come."""
+"""A run's folder before anything is written into it: its lock, and the disk space for the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spmdrl.runtime.network.secret import JOB_FILE
 from spmdrl.runtime.supervision.fence import disarm_fence
 from spmdrl.runtime.supervision.holder import LOCK_FILE, FolderHeld, held
 
-# A launcher may start a job anew before the old one's processes have quite ended.
+# A launcher may restart a job before the old one's processes have quite ended.
 WAIT_SECONDS = 10.0
 # AdamW's two means and the master weights, in float32.
 _TRAINER_BYTES_PER_PARAMETER = 12
@@ -42,7 +42,7 @@ def hold_run_folder(config: RunConfig, world: World, name: str) -> Iterator[None
 
 @contextmanager
 def hold_folder_of_training(config: RunConfig, world: World, *, resume: str) -> Iterator[None]:
-    """As `hold_run_folder`; with `resume` never, what an earlier run left is moved first, and nothing deleted."""
+    """Hold the run's folder; with `resume` never, an earlier run's files are moved first, and nothing is deleted."""
     with ExitStack() as stack:
 
         def take() -> None:
@@ -57,14 +57,14 @@ def hold_folder_of_training(config: RunConfig, world: World, *, resume: str) -> 
 
         on_main(world, take)
         yield
-        # Unless an exception comes by, on whose way nothing may be written without a look at the token.
+        # Unless an exception passes: on its way nothing may be written without checking the token.
         disarm_fence()
 
 
 def on_main(world: World, action: Callable[[], Any]) -> Any:
-    """What the main rank finds out, a JSON value, on every rank. Collective.
+    """Return the main rank's result, a JSON value, on every rank. Collective.
 
-    What input can make fail there, ValueError and OSError, becomes ConfigError on every rank.
+    Its ValueError and OSError, caused by input, become ConfigError on every rank.
     """
     found: dict[str, Any] = {}
     if world.is_main:
@@ -79,7 +79,7 @@ def on_main(world: World, action: Callable[[], Any]) -> Any:
 
 
 def on_every_rank(action: Callable[[], None]) -> None:
-    """Do on every rank what input or disks can make fail; ConfigError on all where one rank fails. Collective."""
+    """Run an action that input or disks may fail on every rank; ConfigError on all if one fails. Collective."""
     refusal = ""
     try:
         action()
@@ -114,17 +114,17 @@ def _move_aside(folder: Path) -> None:
 
 
 def existing_part(folder: Path) -> Path:
-    """The folder, or what of its path is there yet."""
+    """Return the folder, or the existing part of its path."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def num_parameters(decoder: DecoderConfig) -> int:
-    """Elements of all weights without adapters; a head that is the embedding itself counts once."""
+    """Count elements of all weights without adapters; a tied head counts once."""
     return sum(prod(shape) for shape in parameter_shapes(replace(decoder, lora=None)).values())
 
 
 def num_trained(decoder: DecoderConfig) -> int:
-    """Elements of the weights that training changes: all, or those of adapters."""
+    """Count elements of the trained weights: all, or those of adapters."""
     return sum(prod(shape) for name, shape in parameter_shapes(decoder).items() if decoder.updates(name))
 
 
@@ -132,10 +132,10 @@ def check_disk_space(
     config: RunConfig, store: CheckpointStore, decoders: Iterable[DecoderConfig], dtype: torch.dtype, *,
     num_steps: int, made_bytes: int = 0,
 ) -> int:  # fmt: skip
-    """Refuse a disk on which the checkpoints of `num_steps` more steps don't fit; each holds all these models.
+    """Refuse a disk without space for the checkpoints of `num_steps` more steps, each with all these models.
 
-    Returns the bytes that they take with the `made_bytes` of weights that come first. A checkpoint is written whole
-    before the oldest goes, so there is one more than is kept. Raises ValueError.
+    Returns their bytes with the `made_bytes` of weights that come first. A checkpoint is written whole before the
+    oldest is deleted, so there is one more than is kept. Raises ValueError.
     """
     checkpoint, present = store.config, len(store.steps())
     trainer_bytes = 0 if checkpoint.model_only else _TRAINER_BYTES_PER_PARAMETER

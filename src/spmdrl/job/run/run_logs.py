@@ -1,4 +1,4 @@
-"""What a run reports as it goes: on the screen, as metrics, as samples to read, in its summary and as a timeline."""
+"""A run's reports: on the screen, as metrics, as samples to read, in its summary and as a timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdrl.resources.collectives import gather_and_agree, gather_bytes
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.main_thread import work_sampler
 
-# Steps between those that trackers get samples of, beginning with the first.
+# Interval of steps whose samples trackers get, beginning with the first.
 _SAMPLES_INTERVAL = 10
 
 
@@ -31,7 +31,7 @@ class RunLogs:
         self, folder: Path, world: World, console: Console, *, config: LogConfig, tracked: TrackedRun, last_step: int,
         is_logged: bool = True,
     ):  # fmt: skip
-        """Opens the files, and drops from them what was logged after `last_step`: it will be done again.
+        """Open the files, and drop logs after `last_step`: it will be repeated.
 
         The metrics of `last_step` itself are still to come unless it `is_logged`.
         """
@@ -42,7 +42,7 @@ class RunLogs:
         """the last step that was done before this job"""
         self.recorder = Recorder()
         self.stop_reason: str | None = None
-        """what asked a rank to stop before the newest step was written; the same on every rank"""
+        """reason of a request to stop a rank before the newest step was written; the same on every rank"""
         self.notice = b""
         """the main rank's notice with the newest step; the same on every rank"""
         self.timeline = Timeline(timeline_file(folder, world.rank), world.rank, shown=console.stage)
@@ -61,7 +61,7 @@ class RunLogs:
     def write_step(
         self, step: int, seconds: float, before: Mapping[str, float], *, notice: bytes = b""
     ) -> dict[str, float]:
-        """Reduce the step's metrics over ranks and write them; counts go on from `before`, the last step's. Collective.
+        """Reduce the step's metrics over ranks and write them; counts continue from `before`. Collective.
 
         `seconds` and the `notice`, a line, are this rank's. Returns the metrics, the same on every rank.
         """
@@ -93,12 +93,12 @@ class RunLogs:
         return metrics
 
     def take_unwritten(self) -> Table:
-        """What all ranks recorded since the last step, which `give_back` records again. Collective."""
+        """Return all ranks' records since the last step, which `give_back` records again. Collective."""
         tables = gather_bytes(encode(self.recorder.drain()))
         return table_of(totals_of([json.loads(table) for table in tables]))
 
     def give_back(self, table: Table) -> None:
-        """Record what an earlier part of the run had not written."""
+        """Record metrics that an earlier part of the run had not written."""
         if self.world.is_main:
             for name, (kind, value, count) in table.items():
                 self.recorder.add(name, Stat(kind, value, count))
@@ -114,7 +114,7 @@ class RunLogs:
         }
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Write some samples of a step on the main rank; services get those of every tenth step."""
+        """Write some samples of a step on the main rank; services get every tenth step's."""
         if self._samples is None or self._metrics is None:
             return
         self._samples.write(samples)
@@ -122,7 +122,7 @@ class RunLogs:
             self._metrics.write_samples(step, samples)
 
     def add_to_summary(self, what: str, **fields: object) -> None:
-        """Put fields into summary.json from the main rank; where the disk refuses, warn that `what` is missing."""
+        """Put fields into summary.json from the main rank; if the disk refuses, warn that `what` is missing."""
         if self.world.is_main:
             with best_effort(what):
                 write_summary(self.folder, **fields)

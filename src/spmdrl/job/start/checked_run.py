@@ -22,7 +22,7 @@ from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
 Verb = Literal["train", "sft", "preferences", "reward-model", "eval", "generate"]
 ON_PAIRS: tuple[Verb, ...] = ("preferences", "reward-model")
-"""the verbs whose rows are pairs of responses"""
+"""verbs whose rows are pairs of responses"""
 TRAINED: tuple[Verb, ...] = ("train", "sft", *ON_PAIRS)
 _OF_TEACHER = tuple(state for state in WorkerState if state.role is TEACHER)
 
@@ -37,31 +37,31 @@ class CheckedRun:
     layout: UpdateLayout
     algorithm: Algorithm
     needs: dict[WorkerState, frozenset[str]]
-    """what each worker state reads; its keys are the states that this run has"""
+    """columns that each worker state reads; its keys are the run's states"""
     train_rows: list[SourceRows]
     eval_rows: list[SourceRows]
     base_model: str
-    """what the model comes from, whatever a warm start makes of it"""
+    """original model, whatever a warm start makes of it"""
     own_layouts: Mapping[Role, UpdateLayout] = field(default_factory=dict)
-    """layouts of the run's models that aren't cut by `layout`"""
+    """layouts of models that differ from `layout`"""
     columns_taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by reward function, its parameters for columns of the data"""
 
     @property
     def phase(self) -> str:
-        """What the steps do: the verb that trains on data alone, or the algorithm's name."""
+        """Kind of the steps: the verb that trains on data alone, or the algorithm's name."""
         return self.config.algo.name if self.offline is None else self.verb
 
     @property
     def offline(self) -> OfflineConfig | None:
-        """The section of a verb that trains on data alone; None where responses are generated."""
+        """Section of a verb that trains on data alone; None if responses are generated."""
         config = self.config
         sections = {"sft": config.sft, "preferences": config.preferences, "reward-model": config.reward_model}
         return sections.get(self.verb)
 
     @property
     def section(self) -> str:
-        """The name of that section."""
+        """Name of that section."""
         return self.verb.replace("-", "_")
 
     @property
@@ -72,12 +72,12 @@ class CheckedRun:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of `data.train` that a step takes."""
+        """Rows of `data.train` per step."""
         return self.offline.rows_per_step if self.offline else self.config.rollout.prompts_per_step
 
     @property
     def optim(self) -> OptimConfig:
-        """The optimizer of the model being trained."""
+        """Optimizer of the model being trained."""
         return (self.offline or self.config).optim
 
     @property
@@ -85,12 +85,12 @@ class CheckedRun:
         return (self.offline or self.config.train).max_steps
 
     def rating(self, role: Role) -> Rating:
-        """What a model of the run is to give: the policy's place is that of the model being trained."""
+        """Return the rating that a model must give: the policy's place is that of the model being trained."""
         return "row_values" if role is POLICY and self.verb == "reward-model" else role.rating
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The run's models: those that its worker states use; without training on rewards the policy, mostly alone."""
+        """The run's models, used by its worker states; without training on rewards mostly the policy alone."""
         used: set[Role | None] = {self.role_of(state) for state in self.needs} if self.verb == "train" else {POLICY}
         if self.verb == "preferences" and not self.config.preferences.reference_free:
             used.add(self.role_of(WorkerState.REFERENCE))
@@ -98,30 +98,30 @@ class CheckedRun:
 
     @cached_property
     def slots(self) -> list[Slot]:
-        """The worker states of a step, in their order."""
+        """The worker states of a step, in order."""
         return schedule(
             self.needs, {state: self.role_of(state) for state in self.needs}, fuse=self.config.dock.fuse,
             refills=bool(self.algorithm.max_refills), has_turns=self.config.environment.function is not None,
         )  # fmt: skip
 
     def layout_of(self, role: Role) -> UpdateLayout:
-        """How a model is cut."""
+        """Return the layout of a model."""
         return self.own_layouts.get(role, self.layout)
 
     def layout_key(self, role: Role) -> str:
-        """Where the config has that layout."""
+        """Return the config key of that layout."""
         return f"{role.section}.layout" if role in self.own_layouts else "resources.update"
 
     @property
     def judge_layout(self) -> GenerationLayout:
-        """How the judge is cut."""
+        """Layout of the judge."""
         judge = self.config.reward.judge
         return (judge and judge.layout) or GenerationLayout()
 
     def role_of(self, state: WorkerState) -> Role | None:
-        """The model that a worker state uses: beside adapters, the policy without them is the reference.
+        """Return the model that a worker state uses: with adapters, the policy without them is the reference.
 
-        The policy is its own teacher where none is named.
+        The policy is its own teacher if none is named.
         """
         teacher = self.config.teacher
         is_policys = state.role is REFERENCE and self.config.lora is not None
@@ -130,7 +130,7 @@ class CheckedRun:
 
 
 def agreement_of(config: Config) -> Agreement:
-    """What the update may rely on between generator and trainer."""
+    """Return the agreement between generator and trainer that the update may rely on."""
     if not config.debug.batch_invariant:
         return "measured"
     # A response begun in an earlier step has log-probs of that step's weights.
@@ -138,14 +138,14 @@ def agreement_of(config: Config) -> Agreement:
 
 
 def credit_settings_of(config: Config) -> CreditSettings:
-    """What algorithms credit rewards by, beside their own settings."""
+    """Return the settings by which algorithms credit rewards, beside their own."""
     return CreditSettings(
         config.reward.names, config.reward.part_weights, config.rollout.max_completion_length, config.seed
     )
 
 
 def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozenset[str]]:
-    """The worker states that make the algorithm's columns. Raises ValueError for a column that no state makes."""
+    """Return the worker states that make the algorithm's columns. Raises ValueError for a column that none makes."""
     num_updates = config.train.updates_per_step * config.train.epochs_per_step
     # Passes over the policy's rows send tokens to the experts that generation chose; other routers never saw them.
     replayed = {ROUTED_EXPERTS} if config.train.routing.replay == "rollout" else set()
@@ -176,7 +176,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
 
 
 def _check_teacher(config: Config, columns: frozenset[str]) -> None:
-    """Refuse an algorithm that reads what a teacher makes, without one, and a teacher that nothing is read of."""
+    """Refuse an algorithm that reads a teacher's columns without one, and a teacher that isn't read."""
     made = {name for name in columns if rule_of(name).made_by in _OF_TEACHER}
     if made and config.teacher is None:
         raise ValueError(
@@ -191,7 +191,7 @@ def _check_teacher(config: Config, columns: frozenset[str]) -> None:
 
 
 def check_judge(checked: CheckedRun) -> None:
-    """Refuse a judge where rewards are needed before the policy has left the device, or where rows have turns."""
+    """Refuse a judge if rewards are needed before the policy has left the device, or if rows have turns."""
     config, algorithm = checked.config, checked.algorithm
     if config.reward.judge is None:
         return
@@ -208,6 +208,6 @@ def check_judge(checked: CheckedRun) -> None:
 
 
 def check_credit(checked: CheckedRun) -> None:
-    """Refuse settings that the algorithm can't credit rewards by."""
+    """Refuse settings by which the algorithm can't credit rewards."""
     if (conflict := checked.algorithm.conflict(credit_settings_of(checked.config))) is not None:
         raise ValueError(conflict)

@@ -1,4 +1,4 @@
-"""What must be alike on all ranks of a job, as text that ranks can compare before they work together."""
+"""Facts that must be equal on all ranks of a job, as text to compare before they work together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_job(checked: CheckedRun) -> Iterator[World]:
 def start_facts(
     config: Config, verb: str, rows: Sequence[SourceRows], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Everything but the model, which is resolved later: code, config, data, reward functions, environment."""
+    """Return all facts but the model's, which is resolved later: code, config, data, reward functions, environment."""
     facts = {"the verb": verb}
     facts |= {f"the version of {package}": version for package, version in software_versions().items()}
     facts["the source of spmdrl"] = _package_digest()
@@ -82,7 +82,7 @@ def _digest(*paths: Path) -> str:
 
 
 def _rows_digest(source: SourceRows) -> str:
-    """Of the rows as they were read, so that it holds for every format."""
+    """Return a digest of the rows as read, so that it covers every format."""
     whole = hashlib.sha256()
     for row in source.rows:
         parts = (row.id, row.prompt, row.answer, row.columns, row.completion, row.rejected)
@@ -101,7 +101,7 @@ def _reward_files(specs: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _module_file(name: str) -> Path | None:
-    """The file of a module, found without running it or its packages."""
+    """Return the file of a module, found without running it or its packages."""
     paths: Sequence[str] | None = sys.path
     names = name.split(".")
     for length in range(1, len(names) + 1):

@@ -151,7 +151,7 @@ def _end_all(own: dist.Store, launch: LaunchEnvironment, problem: str, notice_se
 
 
 def _end_by(problem: str, launch: LaunchEnvironment) -> StartRefused | Stopped:
-    """What every rank raises for it. Rank 0 has shown it; srun's nodes share one screen, others have their own."""
+    """Return each rank's exception. Rank 0 has shown it; srun's nodes share one screen, others have their own."""
     reason = reason_of_stop(problem)
     if reason is not None:
         return Stopped(reason, "", is_agreed=True)
