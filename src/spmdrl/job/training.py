@@ -72,7 +72,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         WorkerState.REWARD: rollout.reward,
         **scores,
         **({WorkerState.JUDGE: judging} if judging else {}),
-        **learning_states(checked, models, logs.recorder, algorithm, report, hooks),
+        **learning_states(checked, models, logs, algorithm, report, hooks),
     }
     attempts = rollout.attempts(checked, flow.pending)
     stages = Stages(checked.slots, states, logs.timeline, switching.note_memory, hooks=hooks, attempts=attempts)

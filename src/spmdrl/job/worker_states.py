@@ -26,7 +26,6 @@ from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun, agreement_of, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, WorkerState
-from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import build_generation_mesh
 
@@ -57,11 +56,11 @@ def judging_state(checked: CheckedRun, prepared: Prepared, logs: RunLogs, ledger
 
 
 def learning_states(
-    checked: CheckedRun, models: RoleModels, recorder: Recorder, algorithm: StepAlgorithm, report: SamplesReport,
+    checked: CheckedRun, models: RoleModels, logs: RunLogs, algorithm: StepAlgorithm, report: SamplesReport,
     hooks: Sequence[StageHook],
 ) -> dict[WorkerState, Stage]:  # fmt: skip
     """Return the states that credit responses with their rewards and train on them."""
-    config, critic = checked.config, checked.config.critic
+    config, critic, recorder = checked.config, checked.config.critic, logs.recorder
     settings = credit_settings_of(config)
     plan = UpdatePlan(
         config.train.epochs_per_step, config.train.updates_per_step, config.rollout.max_completion_length,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import sys
@@ -10,22 +9,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
-from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.reward import turns_record
-from spmdrl.dataflow.stages.rollout.requests import row_seed, run_rollout
+from spmdrl.dataflow.stages.rollout.requests import run_rollout
 from spmdrl.dataflow.stages.rollout.turns import build_turns
-from spmdrl.engines.generation.protocol import Request, Response
-from spmdrl.engines.models.tokenizer import ModelTokenizer
-from spmdrl.job.model.model_source import ModelSource
-from spmdrl.job.model.replica import Replica, load_replica
-from spmdrl.job.rollouts.kept_answers import KeptAnswers
+from spmdrl.job.model.replica import load_replica
+from spmdrl.job.rollouts.kept_answers import KeptAnswers, answer_record, identity_of_answers, open_requests
 from spmdrl.job.run.memory_advice import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run
@@ -33,7 +26,6 @@ from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import check_run
-from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.jsonl import write_atomic
 from spmdrl.observability.summary import software_versions, write_verb_summary
 from spmdrl.observability.terminal.console import Console
@@ -108,7 +100,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     assert rows is not None, "generate is refused with nothing to answer"
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
-    kept = KeptAnswers(source.results_in(run_folder, "generate"), _identity(config, source, prompts), world)
+    kept = KeptAnswers(source.results_in(run_folder, "generate"), identity_of_answers(config, source, prompts), world)
     if config.resume == "never":
         kept.put_aside()
     done = kept.rows()
@@ -116,7 +108,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
         note = f"{kept.folder} has {len(done)} of {len(prompts) * config.eval.num_samples} rows; the rest is generated"
         console.note(note)
     replica = load_replica(config, source, world, console)
-    requests = _requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
+    requests = open_requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
     # This replica's only: others have as many rows, give or take a prompt.
     unit = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
     num_rows = sum(len(request.rows) for request in requests)
@@ -131,7 +123,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
             if replica.mesh.is_leader:
                 kept.add(
                     [
-                        _record(prompts_of_requests[number], response, tokenizer)
+                        answer_record(prompts_of_requests[number], response, tokenizer)
                         for number, responses in ended.items()
                         for response in responses
                     ]
@@ -140,56 +132,3 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
                 for responses in ended.values():
                     progress.add(len(responses), sum(response.num_own_tokens for response in responses))
     return kept
-
-
-def _requests(
-    config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int],
-    max_positions: int,
-) -> list[Request]:  # fmt: skip
-    """Return requests for this replica's unfinished rows. Responses end at the model's last position."""
-    size, requests = config.eval.num_samples, []
-    for number in replica.share_of(len(prompts)):
-        rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
-        seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
-        prompt_ids = tuple(prompts[number].prompt_ids)
-        # The engine refuses a prompt that fills all positions, with its length.
-        num_left = max(1, max_positions - len(prompt_ids))
-        limited = replace(sampling, max_tokens=num_left) if num_left < sampling.max_tokens else sampling
-        if rows:
-            requests.append(Request(rows, prompt_ids, seeds, limited))
-    return requests
-
-
-def _identity(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """Return the settings and inputs that responses depend on; an interrupted run's must be the same."""
-    rollout = config.rollout
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
-    return {
-        "the model": f"{source.folder}, files {_digest(files)}",
-        "the prompts": f"{len(prompts)}, tokens {_digest([prompt.prompt_ids for prompt in prompts])}",
-        "seed": config.seed,
-        "eval.num_samples": config.eval.num_samples,
-        "rollout.temperature": rollout.temperature,
-        "rollout.top_p": rollout.top_p,
-        "rollout.top_k": rollout.top_k,
-        "rollout.min_p": rollout.min_p,
-        "rollout.max_completion_length": rollout.max_completion_length,
-        "rollout.stop": list(rollout.stop),
-        "rollout.ignore_eos": rollout.ignore_eos,
-        **({"environment.function": config.environment.function} if config.environment.function else {}),
-    }
-
-
-def _digest(values: object) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-
-def _record(prompt: Prompt, response: Response, tokenizer: ModelTokenizer) -> dict[str, object]:
-    return {
-        "row": response.row,
-        "prompt": prompt.text,
-        "response": tokenizer.decode(response.token_ids),
-        "finish": response.finish,
-        "logprob": sum(response.logprobs),
-        **turns_record(response, tokenizer.decode),
-    }

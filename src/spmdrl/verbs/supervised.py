@@ -17,7 +17,6 @@ from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.resuming import admit
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_failure import recording_failure
-from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.checked_run import CheckedRun, Verb
 from spmdrl.job.start.prepared import prepare_together
@@ -31,8 +30,8 @@ from spmdrl.runtime.supervision.stop_request import request
 
 def main(loaded: LoadedConfig[Config], verb: Verb) -> int:
     """Train on the rows of `data.train`, evaluating on `data.eval` before, during and after."""
-    config, checked = loaded.value, check_run(loaded, verb=verb)
-    with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
+    checked = check_run(loaded, verb=verb)
+    with open_job(checked, trains=True) as world:
         train_supervised(checked, world)
     return 0
 

@@ -15,7 +15,6 @@ from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.job.run.outcome import WARM_START
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_failure import recording_failure
-from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.prepared import prepare_without_weights
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import check_run
@@ -38,7 +37,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
         make_deterministic()
     if config.debug.batch_invariant:
         compute_batch_invariantly()
-    with open_job(checked) as world, hold_folder_of_training(config.run, world, resume=config.resume):
+    with open_job(checked, trains=True) as world:
         checked = warm_started(checked, world)
         run = Run(checked, world, started=started)
         with recording_failure(run), ExitStack() as stack:

@@ -27,7 +27,6 @@ from spmdrl.config.config import load_config
 from spmdrl.config.sources import split_arguments
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.job.run.run import Run
-from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.rank_facts import open_job
 from spmdrl.job.start.start_checks import check_run
@@ -235,12 +234,7 @@ def _is_stage(name: str) -> bool:
 def main(out: str, *words: str) -> int:
     files, overrides = split_arguments(words)
     checked = check_run(load_config(files, overrides), verb="train")
-    config = checked.config
-    with (
-        open_job(checked) as world,
-        hold_folder_of_training(config.run, world, resume=config.resume),
-        ExitStack() as stack,
-    ):
+    with open_job(checked, trains=True) as world, ExitStack() as stack:
         run = ProfiledRun(checked, world, Path(out))
         training = build(checked, run, stack)
         loop(training)

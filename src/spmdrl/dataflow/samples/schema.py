@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spmdrl.nouns.batch import Batch, Column, Integers, WorkerState
-from spmdrl.nouns.settings.role_configs import END_VALUE
+from spmdrl.nouns.settings.role_configs import END_VALUE, JUDGE_PART, MODEL_PART
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ _TOKENS = "prompt_ids response_ids"
 COPIES = "copies"
 MODEL_SCORE = "model_score"
 JUDGE_SCORE = "judge_score"
+SCORE_COLUMNS = {MODEL_PART: MODEL_SCORE, JUDGE_PART: JUDGE_SCORE}
+"""of the parts of the reward that no function gives"""
 
 # Token ids are int32, half the bytes of what engines index with: no vocabulary has 2^31 tokens.
 RULES: tuple[ColumnRule, ...] = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.samples.samples import Samples
-from spmdrl.dataflow.samples.schema import JUDGE_SCORE, MODEL_SCORE
+from spmdrl.dataflow.samples.schema import SCORE_COLUMNS
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
@@ -23,7 +23,6 @@ from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.nouns.batch import Batch
 from spmdrl.nouns.roles import WorkerState
 from spmdrl.nouns.settings.reward_config import RewardConfig
-from spmdrl.nouns.settings.role_configs import JUDGE_PART, MODEL_PART
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder
 from spmdrl.observability.timeline import Timeline
@@ -34,9 +33,6 @@ from spmdrl.runtime.workers.strikes import Subject
 from spmdrl.runtime.workers.verdict import FAILURES, Outcome, Verdict
 
 DecodeTokens = Callable[[Sequence[int]], str]
-
-SCORE_COLUMNS = {MODEL_PART: MODEL_SCORE, JUDGE_PART: JUDGE_SCORE}
-"""columns of the parts of the reward that no function computes"""
 
 
 class RewardStage:

@@ -35,7 +35,6 @@ from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import CRITIC, POLICY, Role
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.training_config import RoutingConfig
-from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
 from spmdrl.resources.world import World
 
@@ -172,7 +171,7 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
     return {
         role: RoleModel(
             role,
-            _build_trainer(checked, role, source, meshes[layouts[role]], world.device),
+            _build_trainer(checked, role, source, meshes[layouts[role]], world),
             source,
             world,
             saved_dtype,
@@ -184,7 +183,7 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
 
 
 def _build_trainer(
-    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, device: Device
+    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, world: World
 ) -> TrainingEngine:
     config, critic = checked.config, checked.config.critic
     optim, num_steps, temperature = checked.optim, checked.num_steps, config.rollout.temperature
@@ -203,10 +202,10 @@ def _build_trainer(
         replace(training, max_steps=num_steps, routing=routing),
         optim,
         mesh,
-        device,
+        world.device,
         frozen=not role.is_trained,
         temperature=temperature,
-        compute_dtype=compute_dtype(config.model, device.kind),
+        compute_dtype=compute_dtype(config.model, world.device.kind),
         rating=checked.rating(role),
     )
     engine.load(source.initial_weights())

@@ -6,14 +6,25 @@ absent -> begun: a file per replica, a line per response -> complete, gathered -
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from spmdrl.config.config import Config
+from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.stages.reward import turns_record
+from spmdrl.dataflow.stages.rollout.requests import row_seed
+from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.manifest import sync_file
+from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.model.replica import Replica
+from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.world import World
 
@@ -139,3 +150,56 @@ def _row_of(line: bytes) -> int | None:
         return None
     row = content.get("row") if isinstance(content, dict) else None
     return row if type(row) is int and row >= 0 else None
+
+
+def open_requests(
+    config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int],
+    max_positions: int,
+) -> list[Request]:  # fmt: skip
+    """This replica's requests: the rows of its prompts that aren't done. Answers end at the model's last position."""
+    size, requests = config.eval.num_samples, []
+    for number in replica.share_of(len(prompts)):
+        rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
+        seeds = tuple(row_seed(config.seed, 0, row) for row in rows)
+        prompt_ids = tuple(prompts[number].prompt_ids)
+        # A prompt that fills all positions is refused by the engine, with its length.
+        num_left = max(1, max_positions - len(prompt_ids))
+        limited = replace(sampling, max_tokens=num_left) if num_left < sampling.max_tokens else sampling
+        if rows:
+            requests.append(Request(rows, prompt_ids, seeds, limited))
+    return requests
+
+
+def identity_of_answers(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """The settings and inputs that answers depend on; those of an interrupted run must be the same."""
+    rollout = config.rollout
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
+    return {
+        "the model": f"{source.folder}, files {_digest(files)}",
+        "the prompts": f"{len(prompts)}, tokens {_digest([prompt.prompt_ids for prompt in prompts])}",
+        "seed": config.seed,
+        "eval.num_samples": config.eval.num_samples,
+        "rollout.temperature": rollout.temperature,
+        "rollout.top_p": rollout.top_p,
+        "rollout.top_k": rollout.top_k,
+        "rollout.min_p": rollout.min_p,
+        "rollout.max_completion_length": rollout.max_completion_length,
+        "rollout.stop": list(rollout.stop),
+        "rollout.ignore_eos": rollout.ignore_eos,
+        **({"environment.function": config.environment.function} if config.environment.function else {}),
+    }
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def answer_record(prompt: Prompt, response: Response, tokenizer: ModelTokenizer) -> dict[str, object]:
+    return {
+        "row": response.row,
+        "prompt": prompt.text,
+        "response": tokenizer.decode(response.token_ids),
+        "finish": response.finish,
+        "logprob": sum(response.logprobs),
+        **turns_record(response, tokenizer.decode),
+    }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.config import RunConfig
+from spmdrl.config.config import Config, RunConfig
 from spmdrl.config.reader import ConfigError
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
@@ -41,17 +41,18 @@ def hold_run_folder(config: RunConfig, world: World, name: str) -> Iterator[None
 
 
 @contextmanager
-def hold_folder_of_training(config: RunConfig, world: World, *, resume: str) -> Iterator[None]:
+def hold_folder_of_training(config: Config, world: World) -> Iterator[None]:
     """Hold the run's folder; with `resume` never, an earlier run's files are moved first, and nothing is deleted."""
+    run = config.run
     with ExitStack() as stack:
 
         def take() -> None:
-            folder, before = config.folder, ExitStack()
+            folder, before = run.folder, ExitStack()
             with before:
-                _hold(config, before, LOCK_FILE)
-                if resume == "never" and not set(os.listdir(folder)) <= {LOCK_FILE, JOB_FILE}:
+                _hold(run, before, LOCK_FILE)
+                if config.resume == "never" and not set(os.listdir(folder)) <= {LOCK_FILE, JOB_FILE}:
                     _move_aside(folder)
-                    _hold(config, stack, LOCK_FILE)
+                    _hold(run, stack, LOCK_FILE)
                 else:
                     stack.push(before.pop_all())
 

@@ -10,8 +10,7 @@ from typing import Literal
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.config.config import Config, OfflineConfig
 from spmdrl.dataflow.data.data_rows import SourceRows
-from spmdrl.dataflow.samples.schema import COPIES, needs_by_state, rule_of
-from spmdrl.dataflow.stages.reward import SCORE_COLUMNS
+from spmdrl.dataflow.samples.schema import COPIES, SCORE_COLUMNS, needs_by_state, rule_of
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.schedule import Slot, schedule
 from spmdrl.dataflow.stages.update import Agreement, update_columns

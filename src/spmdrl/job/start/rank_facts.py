@@ -17,6 +17,7 @@ from spmdrl.config.given import value_leaves
 from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.engines.reward.answers import RULES
+from spmdrl.job.run.run_folder import hold_folder_of_training
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.watching import watching
 from spmdrl.observability.fault_points import faultpoint
@@ -33,8 +34,11 @@ _VARIABLES = (
 
 
 @contextlib.contextmanager
-def open_job(checked: CheckedRun) -> Iterator[World]:
-    """Open the world of a run whose ranks have all been checked and agree. Collective over all ranks."""
+def open_job(checked: CheckedRun, *, trains: bool = False) -> Iterator[World]:
+    """Open the world of a run whose ranks have all been checked and agree. Collective.
+
+    With `trains` the job has the run's folder for itself.
+    """
     resources = checked.config.resources
     facts = {}
     with start_up():
@@ -48,7 +52,8 @@ def open_job(checked: CheckedRun) -> Iterator[World]:
     )  # fmt: skip
     with world as opened, watching(checked, opened):
         faultpoint("init")
-        yield opened
+        with hold_folder_of_training(checked.config, opened) if trains else contextlib.nullcontext():
+            yield opened
 
 
 def start_facts(
