@@ -108,7 +108,7 @@ def test_rows_are_picked_and_spread_by_who_wrote_them():
 
 
 def test_rows_whose_prompt_is_said_to_be_the_models_are_refused():
-    with pytest.raises(ValueError, match="names tokens of a prompt"):
+    with pytest.raises(ValueError, match="marks prompt tokens"):
         TokenRows(torch.arange(4), torch.tensor([0, 4]), torch.tensor([2]), is_model_T=torch.tensor([0, 1, 1, 1]) > 0)
 
 
