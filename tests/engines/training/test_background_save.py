@@ -64,7 +64,7 @@ def test_the_memory_of_copies_is_used_again_and_none_overlap():
 
 def test_copies_that_the_host_has_no_memory_for_are_refused_before_they_are_made():
     copies = HostCopies(Device("cpu"), num_ranks=1 << 40)
-    with pytest.raises(NoHostMemory, match=r"copies are needed, and the host has \d+ to spare"):
+    with pytest.raises(NoHostMemory, match=r"copies are needed, but the host has \d+ to spare"):
         copies.copy(torch.zeros(4))
     assert copies.num_bytes == 0
 
