@@ -13,9 +13,8 @@ from tests.support.jobs import run_job, tiny_config
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.samples.store.shared_memory import Pool, host_pool
-from spmdrl.job.run.memory_advice import OutOfMemory, explained_memory
 from spmdrl.job.run.run import Run
-from spmdrl.job.run.run_failure import recording_failure
+from spmdrl.job.run.run_failure import OutOfMemory, explained_memory, recording_failure
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.timeline import HeldMemory
@@ -63,7 +62,7 @@ def fill_python() -> None:
 def test_each_allocators_failure_names_the_stage_and_the_keys(fill, stage, words):
     with (
         pytest.raises(OutOfMemory, match=words) as caught,
-        explained_memory(CONFIG.rollout, CONFIG.train, Where(stage)),
+        explained_memory(CONFIG, Where(stage)),
     ):
         fill()
     text = str(caught.value)
@@ -80,22 +79,22 @@ def test_a_judge_without_memory_is_to_have_a_smaller_cache():
     judge = JudgeConfig(path="judge", kv_cache_gib=8.0)
     with (
         pytest.raises(OutOfMemory, match=r"stage judge .*lower reward.judge.kv_cache_gib \(8.0\)"),
-        explained_memory(CONFIG.rollout, CONFIG.train, Where("judge"), judge),
+        explained_memory(replace(CONFIG, reward=replace(CONFIG.reward, judge=judge)), Where("judge")),
     ):
         fill_torch()
 
 
 def test_a_verb_that_only_generates_names_its_cache():
     words = "stage generation .*lower rollout.gpu_memory_utilization"
-    with pytest.raises(OutOfMemory, match=words), explained_memory(CONFIG.rollout, CONFIG.train):
+    with pytest.raises(OutOfMemory, match=words), explained_memory(CONFIG):
         fill_torch()
 
 
 def test_other_errors_and_full_buffers_of_our_own_stay_as_they_are():
-    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG.rollout, CONFIG.train, Where("update")):
+    with pytest.raises(RuntimeError, match="shape"), explained_memory(CONFIG, Where("update")):
         torch.ones(2).view(3)
     host = host_pool(1, 1)
-    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG.rollout, CONFIG.train, Where("update")):
+    with pytest.raises(MemoryError) as caught, explained_memory(CONFIG, Where("update")):
         Pool(host.address, 0).allocate(1 << 20)
     assert not is_out_of_memory(caught.value)
 

@@ -12,10 +12,9 @@ import torch
 
 from spmdrl.config.config import EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rollout.turns import build_turns
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, build_evaluator, write_records
-from spmdrl.job.model.replica import build_policys_replica
+from spmdrl.job.model.replica import build_policys_replica, turns_of
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching, build_switching
 from spmdrl.job.objectives import Objective, PairObjective
@@ -176,11 +175,7 @@ def build_held_out(
         return HeldOut(PairJudge(pairs, objective, run.logs), run, config.eval)
     replica = build_policys_replica(checked, prepared.source, run.world)
     pool = stack.enter_context(RewardPool(config.reward))
-    turns = build_turns(
-        config.environment, replica.mesh, prepared.tokenizer, run.world.device.torch_device, stack,
-        vocab_size=prepared.source.decoder.vocab_size,
-    )  # fmt: skip
-    evaluator = build_evaluator(config, prepared, replica, pool, turns)
+    evaluator = build_evaluator(config, prepared, replica, pool, turns_of(config, prepared, replica, run.world, stack))
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(

@@ -11,7 +11,7 @@ from spmdrl.job.held_out import AnswerJudge, HeldOut
 from spmdrl.job.model.replica import Replica, build_policys_replica
 from spmdrl.job.model.role_models import build_role_models, saved_state
 from spmdrl.job.model.switching import Switching, build_switching
-from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
+from spmdrl.job.model.update_troubles import watch_updates
 from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.rollout import build_rollout
 from spmdrl.job.rollouts.samples_report import SamplesReport, build_report
@@ -55,8 +55,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     flow = SampleFlow(checked, prompts, replica.mesh, world)
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
     run.resume(admitted, saved_state(config.checkpoint, models, flow.pending, algorithm, flow.history, flow.account))
-    keep_skipped_batches(models, run)
-    share_limit(models, run)
+    watch_updates(models, run)
 
     logs, rollout = run.logs, build_rollout(checked, run.logs, prepared, replica, stack)
     evaluator = build_evaluator(config, prepared, replica, rollout.pool, rollout.generation.turns)

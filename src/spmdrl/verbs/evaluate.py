@@ -8,11 +8,10 @@ from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
-from spmdrl.dataflow.stages.rollout.turns import build_turns
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluator import Evaluation, build_evaluator, write_records
-from spmdrl.job.model.replica import load_replica
-from spmdrl.job.run.memory_advice import explained_memory
+from spmdrl.job.model.replica import load_replica, turns_of
+from spmdrl.job.run.run_failure import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.checked_run import CheckedRun
@@ -31,7 +30,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     config, checked = loaded.value, check_run(loaded, verb="eval")
     # May run beside a training run in the same folder, but not beside another evaluation, which writes the same files.
     with open_job(checked) as world, hold_run_folder(config.run, world, "eval.lock"), start_up():
-        with explained_memory(config.rollout, config.train):
+        with explained_memory(config):
             evaluation, folder = _evaluate(checked, world)
         if world.is_main:
             _write_results(config, evaluation, folder, time.perf_counter() - started)
@@ -45,11 +44,7 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
     prepared = prepare_together(checked, world, console)
     replica = load_replica(config, prepared.source, world, console)
     with RewardPool(config.reward) as pool, ExitStack() as stack:
-        turns = build_turns(
-            config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
-            vocab_size=prepared.source.decoder.vocab_size,
-        )  # fmt: skip
-        evaluator = build_evaluator(config, prepared, replica, pool, turns)
+        evaluator = build_evaluator(config, prepared, replica, pool, turns_of(config, prepared, replica, world, stack))
         assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
             return evaluator(), prepared.source.results_in(config.run.folder, "eval")

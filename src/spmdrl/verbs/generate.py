@@ -16,10 +16,9 @@ from typing import Any
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.stages.rollout.requests import run_rollout
-from spmdrl.dataflow.stages.rollout.turns import build_turns
-from spmdrl.job.model.replica import load_replica
+from spmdrl.job.model.replica import load_replica, turns_of
 from spmdrl.job.rollouts.kept_answers import KeptAnswers, answer_record, identity_of_answers, open_requests
-from spmdrl.job.run.memory_advice import explained_memory
+from spmdrl.job.run.run_failure import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.checked_run import CheckedRun
@@ -54,7 +53,7 @@ def main(loaded: LoadedConfig[Config], prompts: Sequence[str] = ()) -> int:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="spmdrl_generate_")))
         else:
             stack.enter_context(hold_run_folder(config.run, world, "generate.lock"))
-        with explained_memory(config.rollout, config.train):
+        with explained_memory(config):
             kept = keep_answers(checked, world, folder)
         lines = kept.gathered()
         if world.is_main and prompts:
@@ -115,10 +114,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     progress = GenerationProgress(num_rows, unit) if world.is_main else None
     prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
-        turns = build_turns(
-            config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
-            vocab_size=prepared.source.decoder.vocab_size,
-        )  # fmt: skip
+        turns = turns_of(config, prepared, replica, world, stack)
         for ended in run_rollout(replica.engine, requests, prompts_of_requests, turns):
             if replica.mesh.is_leader:
                 kept.add(

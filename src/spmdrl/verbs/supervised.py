@@ -11,7 +11,7 @@ from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.job.held_out import build_held_out
 from spmdrl.job.model.model_source import prepare_model
 from spmdrl.job.model.role_models import build_role_models, saved_state
-from spmdrl.job.model.update_troubles import keep_skipped_batches, share_limit
+from spmdrl.job.model.update_troubles import watch_updates
 from spmdrl.job.objectives import build_objective, record_update
 from spmdrl.job.run.outcome import WARM_START, finished_model
 from spmdrl.job.run.resuming import admit
@@ -82,8 +82,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
                 models = build_role_models(checked, prepared.sources, world)
             objective = build_objective(checked, prepared, models, is_main=world.is_main)
             run.resume(admitted, saved_state(checked.config.checkpoint, models, *objective.saved))
-            keep_skipped_batches(models, run)
-            share_limit(models, run)
+            watch_updates(models, run)
             held_out = build_held_out(checked, run, models, prepared, objective, stack)
         trainer, num_rows = objective.trainer, checked.rows_per_step
         held_out.before()

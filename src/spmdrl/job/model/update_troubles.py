@@ -31,10 +31,14 @@ _MOST_BYTES = 1 << 26
 _MOST_NAMED = 8
 
 
-def keep_skipped_batches(models: RoleModels, run: Run) -> None:
-    """Write down the rows of these models' first skipped updates from here on."""
-    kept = SkippedBatches(run)
+def watch_updates(models: RoleModels, run: Run) -> None:
+    """Write down the rows of the first skipped updates, and give all models one limit of tokens. Collective.
+
+    The limit is as low as an earlier attempt had to set it.
+    """
+    kept, limit = SkippedBatches(run), _shared_limit(models[POLICY].trainer, run)
     for role, model in models.items():
+        model.trainer.fitted.limit = limit
         if model.trainer.updater is not None:
             model.trainer.when_skipped = partial(kept.keep, role.name, model.trainer)
 
@@ -94,9 +98,7 @@ def _write(path: Path, record: Mapping[str, object], columns: Mapping[str, Tenso
 LIMIT_FILE = "microbatch_limit.json"
 
 
-def share_limit(models: RoleModels, run: Run) -> None:
-    """Give all models of a run one limit, as low as an earlier attempt had to set it. Collective."""
-    trainer = models[POLICY].trainer
+def _shared_limit(trainer: TrainingEngine, run: Run) -> MicrobatchLimit:
     first = trainer.training.tokens_per_microbatch(trainer.device.kind)
     limit, path = MicrobatchLimit(first), run.folder / LIMIT_FILE
     limit.num_halvings = on_main(run.world, lambda: _halvings_in(path, first))
@@ -106,8 +108,7 @@ def share_limit(models: RoleModels, run: Run) -> None:
         )
     limit.when_halved = partial(_note_halved, run, path, limit, first)
     run.lower_limit = partial(_lower_for_next, path, limit, first)
-    for model in models.values():
-        model.trainer.fitted.limit = limit
+    return limit
 
 
 def _note_halved(run: Run, path: Path, limit: MicrobatchLimit, first: int, words: str) -> None:

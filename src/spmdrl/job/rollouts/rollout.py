@@ -16,11 +16,10 @@ from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.dataflow.stages.rollout.portions import build_portions
 from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
-from spmdrl.dataflow.stages.rollout.turns import build_turns
 from spmdrl.dataflow.stages.stages import Attempts, Stage
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.model.replica import Replica
+from spmdrl.job.model.replica import Replica, turns_of
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
@@ -73,10 +72,7 @@ def build_rollout(
     config, world, tokenizer, strikes = checked.config, logs.world, prepared.tokenizer, Strikes()
     with logs.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
-    turns = build_turns(
-        config.environment, replica.mesh, tokenizer, world.device.torch_device, stack,
-        vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,
-    )  # fmt: skip
+    turns = turns_of(config, prepared, replica, world, stack, strikes)
     quarantine = Quarantine(strikes, logs.folder, is_main=world.is_main, start_step=logs.start_step)
     reward = RewardStage(pool, config.reward, tokenizer.decode, logs.recorder, logs.timeline, quarantine)
     generation = GenerationStage(

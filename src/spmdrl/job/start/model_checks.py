@@ -73,12 +73,7 @@ def check_adapters(lora: LoraConfig, decoder: DecoderConfig) -> None:
         Decoder(replace(decoder, lora=lora))
 
 
-def check_generation_fits(config: Config, decoder: DecoderConfig) -> None:
-    """Refuse a model that can't be cut for generation. Raises ValueError."""
-    check_generation_cuts(decoder, config.resources.generation, "resources.generation")
-
-
-def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str) -> None:
+def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str = "resources.generation") -> None:
     """Refuse a model that a generation layout, configured under `key`, can't cut. Raises ValueError."""
     check_tensor_parallel(decoder, layout.tensor, f"{key}.tensor")
     check_expert_parallel(decoder, layout.expert, f"{key}.expert")
@@ -187,7 +182,7 @@ def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
     is_trained = verb in TRAINED
     device = find_device(config.resources.device, launch.device_index) if is_here else None
     if (decoder := decoder_at_hand(config)) is not None:
-        check_generation_fits(config, decoder)
+        check_generation_cuts(decoder, config.resources.generation)
         if device is not None and config.rollout.engine != "vllm":
             wants_graphs(config.rollout, decoder, config.resources.generation, device.torch_device)
         if is_trained:

@@ -36,7 +36,6 @@ from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_main
 from spmdrl.job.start.checked_run import ON_PAIRS, CheckedRun
 from spmdrl.job.start.model_checks import (
     check_generation_cuts,
-    check_generation_fits,
     check_model_fits,
     check_role_fits,
     check_vllm_computes,
@@ -110,7 +109,7 @@ def prepare(
     config, folder = checked.config, source.folder
     if checked.train_rows:
         source = source.with_adapters(config.lora, config.seed)
-    check_generation_fits(config, source.decoder)
+    check_generation_cuts(source.decoder, config.resources.generation)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder)
     sources = sources_of(checked.roles, source, config, is_there=is_there)
