@@ -79,7 +79,7 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor 1.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor 0.5 and original_max_position_embeddings 32768"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "more than 4096 tokens back in 3 of 24 layers"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "tokens more than 4096 back in 3 of 24 layers"),
         (
             {
                 "use_sliding_window": True,
@@ -247,7 +247,7 @@ def test_a_mistral_is_read_where_its_window_holds_the_longest_row(tmp_path: Path
     assert config_of(tmp_path, MISTRAL | {"sliding_window": 32768}) == full
     assert config_of(tmp_path, hf_config_dict(full, torch.bfloat16)) == full
     for without_window in (MISTRAL, MISTRAL | {"sliding_window": 4096}):
-        with pytest.raises(ValueError, match="4096 tokens back in 2 of 2 layers; .* max_position_embeddings to 4096"):
+        with pytest.raises(ValueError, match="4096 back in 2 of 2 layers; .* max_position_embeddings to 4096"):
             config_of(tmp_path, without_window)
     assert config_of(tmp_path, MISTRAL | {"max_position_embeddings": 4096}).max_positions == 4096
 
