@@ -258,7 +258,7 @@ def test_a_mistral_is_read_where_its_window_holds_the_longest_row(tmp_path: Path
         ({"no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0., but must hold 0 or 1 for each of the 24 layers"),
         ({"no_rope_layers": [2] * 24}, "must hold 0 or 1"),
         ({"no_rope_layers": "none"}, "no_rope_layers is 'none', but must be a list of int values"),
-        ({"use_sliding_window": True, "sliding_window": 9}, "more than 9 tokens back"),
+        ({"use_sliding_window": True, "sliding_window": 9}, "more than 9 back"),
         ({"pad_token_id": 200000}, "pad_token_id is 200000"),
     ],
 )
