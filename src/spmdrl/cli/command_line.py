@@ -6,15 +6,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from spmdrl import __version__
 from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
+from spmdrl.cli.verb_mains import configured_main, own_main
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.spelling import nearest
@@ -142,23 +142,8 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         near = nearest(verb, VERBS)
         advice = f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {verb!r}; {advice}")
-    # Verbs import torch: imported here, so that --help and refusals of the command line are instant.
-    if verb == "report":
-        from spmdrl.observability.report.report import main as report
-
-        return report(rest)
-    if verb == "doctor":
-        from spmdrl.verbs.doctor.doctor import main as doctor
-
-        return doctor(rest)
-    if verb == "replay":
-        from spmdrl.verbs.replay_rows import main as replay
-
-        return replay(rest)
-    if verb == "explain":
-        from spmdrl.cli.explain import main as explain
-
-        return explain(rest)
+    if (own := own_main(verb)) is not None:
+        return own(rest)
     if verb == "launch":
         from spmdrl.cli.launch_command import main as launch_job
 
@@ -189,7 +174,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             if loaded.unread:
                 show(f"config: not read by {question['verb']}: {', '.join(loaded.unread)}", stream=stream)
         with waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
-            run = _main_of(verb, prompts, question)
+            run = configured_main(verb, prompts, question)
         try:
             if verb in _STOPPING_VERBS:
                 request.begin_set_up()
@@ -202,29 +187,6 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             if wants_traceback():
                 raise
             return end_with(failure, loaded.value.run.folder, launch, handled.close)
-
-
-def _main_of(verb: str, prompts: Sequence[str], question: dict[str, Any]) -> Callable[[Any], int]:
-    """Return the verb's own main, with PyTorch and all else that it imports."""
-    if verb == "train":
-        from spmdrl.verbs.train import main as train
-
-        return train
-    if verb in ("sft", "preferences", "reward-model"):
-        from spmdrl.verbs.supervised import main as supervised
-
-        return partial(supervised, **question)
-    if verb == "eval":
-        from spmdrl.verbs.evaluate import main as evaluate
-
-        return evaluate
-    if verb == "generate":
-        from spmdrl.verbs.generate import main as generate
-
-        return partial(generate, prompts=prompts)
-    from spmdrl.verbs.check import main as check
-
-    return partial(check, prompts=prompts, **question)
 
 
 def take_question(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
