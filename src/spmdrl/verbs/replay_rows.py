@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.dataflow.stages.reward import RewardFailure
-from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.job.rollouts.row_records import RowDigests, read_row_records
 from spmdrl.job.run.run import Run
 from spmdrl.job.start.checked_run import CheckedRun
@@ -26,12 +25,11 @@ from spmdrl.observability.jsonl import to_json
 from spmdrl.observability.report.replay_section import ReplayedRow, replay_section
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.terminal.console import Console
-from spmdrl.resources.world import make_deterministic
 from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.screen import show, waiting
 from spmdrl.verbs.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
 from spmdrl.verbs.replay_watch import ReplayWatch, StepReplayed
-from spmdrl.verbs.train import loop
+from spmdrl.verbs.train import loop, set_kernels
 
 DIFFERS = 1
 _COMPARED = {
@@ -80,10 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def _replayed(checked: CheckedRun, plan: ReplayPlan, rows: Sequence[int], *, stops: bool) -> list[ReplayedRow]:
     """Run the training loop from the checkpoint to the end of the step's update."""
     config = checked.config
-    if config.debug.deterministic:
-        make_deterministic()
-    if config.debug.batch_invariant:
-        compute_batch_invariantly()
+    set_kernels(config.debug)
     with ExitStack() as stack:
         world = stack.enter_context(open_job(checked))
         run = Run(checked, world)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from spmdrl.config.config import Config
+from spmdrl.config.config import Config, DebugConfig
 from spmdrl.config.reader import ConfigError, LoadedConfig, start_up
 from spmdrl.dataflow.stages.reward import RewardFailure
 from spmdrl.dataflow.stages.schedule import Phase
@@ -33,10 +33,7 @@ def main(loaded: LoadedConfig[Config]) -> int:
     if config.sft.max_steps and is_here and not (config.run.folder / WARM_START).exists():
         # Errors of the steps with rewards are raised before the supervised ones.
         prepare_without_weights(checked)
-    if config.debug.deterministic:
-        make_deterministic()
-    if config.debug.batch_invariant:
-        compute_batch_invariantly()
+    set_kernels(config.debug)
     with open_job(checked, trains=True) as world:
         checked = warm_started(checked, world)
         run = Run(checked, world, started=started)
@@ -53,6 +50,14 @@ def main(loaded: LoadedConfig[Config]) -> int:
             answer = command_of("generate", f"model.path={run.folder}", "prompt='...'")
             run.console.note(f"  next       {answer}")
     return 0
+
+
+def set_kernels(config: DebugConfig) -> None:
+    """Compute deterministically, and every row as if it were alone, if the config asks for it."""
+    if config.deterministic:
+        make_deterministic()
+    if config.batch_invariant:
+        compute_batch_invariantly()
 
 
 # One step. At each `|` all ranks commit: what one of them put is there for the states that read it.
