@@ -14,10 +14,11 @@ from spmdrl.config.config import EvalConfig
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluator import ACCURACY_RULE, Evaluation, Evaluator, build_evaluator, write_records
-from spmdrl.job.model.replica import build_policys_replica, turns_of
+from spmdrl.job.model.replica import build_policys_replica
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching, build_switching
 from spmdrl.job.objectives import Objective, PairObjective
+from spmdrl.job.rollouts.rollout import turns_of
 from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun

@@ -10,7 +10,8 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.evaluator import Evaluation, build_evaluator, write_records
-from spmdrl.job.model.replica import load_replica, turns_of
+from spmdrl.job.model.replica import load_replica
+from spmdrl.job.rollouts.rollout import turns_of
 from spmdrl.job.run.run_failure import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run

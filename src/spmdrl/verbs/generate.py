@@ -16,8 +16,9 @@ from typing import Any
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.stages.rollout.requests import run_rollout
-from spmdrl.job.model.replica import load_replica, turns_of
+from spmdrl.job.model.replica import load_replica
 from spmdrl.job.rollouts.kept_answers import KeptAnswers, answer_record, identity_of_answers, open_requests
+from spmdrl.job.rollouts.rollout import turns_of
 from spmdrl.job.run.run_failure import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
 from spmdrl.job.settings_of_run import with_settings_of_run

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
-from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, build_turns
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
@@ -18,7 +16,6 @@ from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
-from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.observability.terminal.console import Console
@@ -26,7 +23,6 @@ from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.memory import MemoryLedger, Owner
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.world import World
-from spmdrl.runtime.workers.strikes import Strikes
 
 
 @dataclass(frozen=True)
@@ -80,17 +76,6 @@ def load_replica(config: Config, source: ModelSource, world: World, console: Con
                 storage[name].copy_(files.read(wanted))
         engine.wake_cache()
     return replica
-
-
-def turns_of(
-    config: Config, prepared: Prepared, replica: Replica, world: World, stack: ExitStack,
-    strikes: Strikes | None = None,
-) -> RolloutTurns | None:  # fmt: skip
-    """The turns of a replica with the run's environment, closed with the stack; None without one."""
-    return build_turns(
-        config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
-        vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,
-    )  # fmt: skip
 
 
 def build_frozen_generator(

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spmdrl.config.config import Config
 from spmdrl.dataflow.samples.pending import PendingGroups
 from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.quarantine import Quarantine
@@ -16,13 +17,15 @@ from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.dataflow.stages.rollout.portions import build_portions
 from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
+from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, build_turns
 from spmdrl.dataflow.stages.stages import Attempts, Stage
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.reward.pool import RewardPool
-from spmdrl.job.model.replica import Replica, turns_of
+from spmdrl.job.model.replica import Replica
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
+from spmdrl.resources.world import World
 from spmdrl.runtime.workers.strikes import Strikes
 
 
@@ -80,6 +83,17 @@ def build_rollout(
         seed=config.seed, listeners=[reward], recorder=logs.recorder, turns=turns,
     )  # fmt: skip
     return Rollout(pool, generation, reward)
+
+
+def turns_of(
+    config: Config, prepared: Prepared, replica: Replica, world: World, stack: ExitStack,
+    strikes: Strikes | None = None,
+) -> RolloutTurns | None:  # fmt: skip
+    """The turns of a replica with the run's environment, closed with the stack; None without one."""
+    return build_turns(
+        config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
+        vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,
+    )  # fmt: skip
 
 
 def check_rollouts(checked: CheckedRun) -> None:
