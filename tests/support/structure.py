@@ -26,6 +26,7 @@ ENTRIES = (
 )  # fmt: skip
 
 SOURCES = {".py", ".cpp", ".h", ".js", ".css", ".html", ".sh", ".sbatch", ".json", ".yaml"}
+QUESTIONS = {"What", "Whether", "Where", "How", "Which", "Who", "When", "That"}
 
 # From prompt to gradient, without what logs, times, saves or switches.
 ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|runtime/workers|verbs|train")
@@ -185,6 +186,10 @@ def figures(package: Path) -> dict[str, object]:
         ),
         "imports_of_ours": sum(len(found) for found in product.values()),
         "files": len(modules) - len(is_package),
+        "folders": len(folders),
+        "most_imports_of_ours": max((len(found), name) for name, found in product.items()),
+        "most_methods": max(methods_of(trees)),
+        "headless_docstrings": headless(trees),
         "widest_folder": max(folders.values()),
         "widest_folders": sorted(name for name, width in folders.items() if width == max(folders.values())),
         "functions": len(lengths),
@@ -196,6 +201,23 @@ def figures(package: Path) -> dict[str, object]:
         ),
         "names_that_only_tests_use": unused(trees),
     }
+
+
+def methods_of(trees: Mapping[str, ast.Module]) -> list[tuple[int, str]]:
+    """Each class with the number of its methods."""
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [(sum(isinstance(entry, ast.FunctionDef) for entry in node.body), node.name) for node in classes]
+
+
+def headless(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Docstrings that begin with a question word instead of a verb or a noun."""
+    bodies = [node.body for tree in trees.values() for node in ast.walk(tree) if hasattr(node, "body")]
+    strings = [
+        entry.value.value
+        for body in bodies if isinstance(body, list) for entry in body
+        if isinstance(entry, ast.Expr) and isinstance(entry.value, ast.Constant) and isinstance(entry.value.value, str)
+    ]  # fmt: skip
+    return sorted(text.splitlines()[0] for text in strings if text.split()[:1] and text.split()[0] in QUESTIONS)
 
 
 def holds_code(path: Path) -> bool:
