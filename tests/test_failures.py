@@ -241,7 +241,7 @@ def test_a_rank_that_is_killed_is_named_in_one_line(victim, tmp_path):
         rank = job.ranks()[victim]
         os.kill(rank, signal.SIGKILL)
         assert job.process.wait(30) == 1
-    line = f"spmdrl: rank {victim}: process {rank} ended without a word, as one that is killed does"
+    line = f"spmdrl: rank {victim}: process {rank} ended without a message, like a killed one"
     assert job.shown()[-1] == line and {shown for shown in job.shown() if shown.startswith("spmdrl:")} == {line}
     assert summary_of(tmp_path / "run")["error"] == line.removeprefix("spmdrl: ")
 

@@ -90,7 +90,7 @@ LACKING: dict[str, tuple[str, object, Callable[[], list[CheckLine]], str, str]] 
     ),
     "no loopback": (
         "socket.create_server", taken, lambda: [machine_check._port(ONE_RANK)],
-        "can't be had (Network is unreachable)", "look at the loopback interface",
+        "isn't available (Network is unreachable)", "look at the loopback interface",
     ),
     "no shared memory": (
         "Path.exists", lambda self: False, lambda: [machine_check._shared_memory()],

@@ -113,5 +113,5 @@ def test_a_job_without_memory_ends_with_one_line(tmp_path):
     job = run_job("train", tiny_config(tmp_path), f"run.dir={run}", "rollout.kv_cache_gib=100000000", timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
     assert "Traceback" not in job.stderr
-    assert job.stderr.count("OutOfMemory: stage resharding needs more memory than there is") == 1, job.stderr
+    assert job.stderr.count("OutOfMemory: stage resharding needs more memory than is available") == 1, job.stderr
     assert "lower rollout.kv_cache_gib (100000000.0)" in job.stderr

@@ -244,7 +244,7 @@ def test_a_job_that_the_device_has_too_little_memory_for_ends_with_what_to_lower
     settings = ["rollout.kv_cache_gib=0.002", "train.max_tokens_per_microbatch=100000"]
     job = run_job("train", *QUICKSTART, *settings, f"run.dir={tmp_path}", kind="sim", prepare=partial(with_memory, 8))
     assert job.returncode not in (0, 2)
-    assert "needs more memory than there is: lower " in job.stderr, job.stderr[-2000:]
+    assert "needs more memory than is available: lower " in job.stderr, job.stderr[-2000:]
 
 
 OTHERS = {

@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
     report = run_job("report", folder)
     assert report.returncode == 0 and "killed" in (folder / "report.html").read_text()
     job = finished(run_job("train", config, f"run.dir={folder}", "checkpoint.interval=1"))
-    assert "the job before ended without a word after step 3 at 20" in job.stdout
+    assert "the previous job ended without a message after step 3 at 20" in job.stdout
     assert summary_of(folder)["verdict"] == "done"
 
 

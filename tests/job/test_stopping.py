@@ -390,7 +390,7 @@ def test_a_rank_whose_store_was_lost_without_a_request_has_not_been_stopped(tmp_
 
 
 def set_up_beside_a_death(own: dict[str, str], folder: Path) -> None:
-    """Be a rank of two that are set up, of which the last one ends without a word."""
+    """Be a rank of two that are set up, of which the last one ends without a message."""
     os.environ.update(own)
     launch = read_launch_environment(os.environ)
     with request.handling_signals(launch.rank):
@@ -418,7 +418,7 @@ def test_a_launchers_signal_after_a_death_in_the_start_up_is_no_request(tmp_path
         ranks[0].terminate()
         ranks[0].join(20)
         assert [rank.exitcode for rank in ranks] == [-signal.SIGTERM, 3]
-        found = f"rank 1 failed: process {ranks[1].pid} ended without a word"
+        found = f"rank 1 failed: process {ranks[1].pid} ended without a message"
         assert (tmp_path / "found").read_text().startswith(found)
     finally:
         for rank in ranks:
@@ -438,7 +438,7 @@ def test_a_rank_that_dies_in_the_start_up_is_restarted_and_named(kind, tmp_path)
         job = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert job.returncode == code, job.stderr
         assert "stopped by" not in job.stderr
-    assert re.match(r"spmdrl: rank 1: process \d+ ended without a word", job.stderr.splitlines()[-1]), job.stderr
+    assert re.match(r"spmdrl: rank 1: process \d+ ended without a message", job.stderr.splitlines()[-1]), job.stderr
 
 
 FORKED = """

@@ -363,7 +363,7 @@ def test_a_report_is_made_of_cut_and_missing_files(tmp_path: Path, name: str):
 
 
 def test_an_empty_folder_has_a_report_that_says_it_is_unfinished(tmp_path: Path):
-    assert "unfinished: killed, it ended without a word" in write_report(tmp_path).read_text()
+    assert "unfinished: killed, it ended without a message" in write_report(tmp_path).read_text()
 
 
 def test_odd_values_break_no_chart(tmp_path: Path):

@@ -135,7 +135,7 @@ class Evaluator:
         own = [[json.loads(line) for line in part.decode().splitlines()] for part in gathered]
         if error := next((error for error, *_ in own if error), None):
             raise ConfigError(
-                f"the reward failed on all of the first rows that were evaluated; the first failure: {error}; mend the "
+                f"the reward failed on all of the first rows that were evaluated; the first failure: {error}; fix the "
                 "reward function, or set reward.max_error_rate to 1"
             )
         records = [record for _, *records in own for record in records]

@@ -59,7 +59,7 @@ class SampleFlow:
         if self.pending.known and self.pending.rules.num_refills:
             raise ValueError(
                 f"algo.max_refills is {self.pending.rules.num_refills}, but an earlier part of the run, with "
-                f"rollout.partial_max_rounds above 1, left {len(self.pending.known)} prompts to go on with; set "
+                f"rollout.partial_max_rounds above 1, left {len(self.pending.known)} pending prompts; set "
                 "algo.max_refills to 0 until a checkpoint has none"
             )
         config, policy, device = checked.config, models[POLICY], self._world.device.torch_device

@@ -116,7 +116,7 @@ class ReplayWatch(StageHook):
     def _row(self, samples: Samples, row: int) -> ReplayedRow:
         rows = samples.rows
         if row not in rows.to_train:
-            raise ConfigError(f"row {row} isn't trained in step {samples.step}: a later step goes on with its group")
+            raise ConfigError(f"row {row} isn't trained in step {samples.step}: a later step continues its group")
         prompt, is_trained, trained = rows.prompt_of(row), rows.is_trained(row), self._trained.get(row)
         names = {*_COLUMNS, *({TURNS} & rows.reads(WorkerState.UPDATE)), *(("advantages",) if is_trained else ())}
         batch = samples.read([row], names)

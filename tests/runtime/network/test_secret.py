@@ -52,7 +52,7 @@ def test_links_pipes_folders_and_short_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     os.close(os.open(tmp_path / "short", os.O_CREAT | os.O_WRONLY, 0o600))
     for name in ("link", "folder", "pipe", "short"):
-        with pytest.raises(ValueError, match=f"{tmp_path / name} (can't be read|is no plain file|has 0 bytes)"):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} (can't be read|isn't a plain file|has 0 bytes)"):
             read_or_make_secret(tmp_path / name)
 
 

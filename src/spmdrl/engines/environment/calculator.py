@@ -55,7 +55,7 @@ def value_of(expression: str) -> Fraction:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r} is no arithmetic") from error
+        raise ValueError(f"{expression!r} isn't arithmetic") from error
     return _value(tree.body, expression)
 
 
@@ -70,7 +70,7 @@ def _value(node: ast.expr, expression: str) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         text = ast.get_source_segment(expression.strip(), node) or ""
         if not _NUMBER.fullmatch(text):
-            raise ValueError(f"{text!r} is no plain decimal number")
+            raise ValueError(f"{text!r} isn't a plain decimal number")
         # The text, as a float would round it: 0.1 is a tenth.
         return Fraction(text)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -83,4 +83,4 @@ def _value(node: ast.expr, expression: str) -> Fraction:
         return Fraction(base ** int(exponent))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left, expression), _value(node.right, expression))
-    raise ValueError(f"{expression!r} is no arithmetic")
+    raise ValueError(f"{expression!r} isn't arithmetic")

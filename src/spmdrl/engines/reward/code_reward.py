@@ -62,7 +62,7 @@ class CodeReward:
             self._server = BoxServer(BoxLimits(int(config.memory_gib * 2**30), config.readable))
         except SandboxRefused as refused:
             raise ValueError(
-                f"reward.functions: 'code' runs programs in namespaces of their own, which aren't to be had here "
+                f"reward.functions: 'code' runs programs in Linux namespaces, which this system refuses "
                 f"({refused}); allow them (docs/security.md#programs-of-the-policy has the ways), or run programs "
                 "elsewhere in a function of your own"
             ) from refused

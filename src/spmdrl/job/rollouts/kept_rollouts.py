@@ -90,7 +90,7 @@ class KeptRollouts:
             reason = f"{type(failure).__name__}: {failure}"
             raise ValueError(
                 f"the rollouts in {folder} can't be read, though their digests are right ({reason}); delete that "
-                "folder to generate them anew"
+                "folder to generate them again"
             ) from failure
 
     def keep(self, samples: Samples) -> None:

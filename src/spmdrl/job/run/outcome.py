@@ -51,7 +51,7 @@ def note_abandoned(folder: Path, console: Console) -> None:
     last = max((step for step, _ in read_metrics(folder)), default=None)
     when = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(metrics.stat().st_mtime)) if metrics.is_file() else ""
     place = "before its first step" if last is None else f"after step {last}{when}"
-    console.note(f"the job before ended without a word {place}")
+    console.note(f"the previous job ended without a message {place}")
 
 
 def write_start(checked: CheckedRun, world: World, console: Console, admitted: Resuming) -> None:

@@ -188,7 +188,7 @@ class Resuming:
             )
         if not record.is_resumable:
             raise ValueError(
-                f"{folder} was written with checkpoint.model_only, so that nothing is there to go on with; "
+                f"{folder} was written with checkpoint.model_only, so that it can't be resumed; "
                 "resume=never starts anew, resume=STEP takes an earlier checkpoint, and "
                 f"model.path={folder / MODEL} begins another run"
             )

@@ -73,7 +73,7 @@ def explained_memory(config: Config, run: Run | None = None) -> Iterator[None]:
             advice = _advice(config, stage)
         next_time = run.lower_limit() if run and stage in _TRAINING else ""
         held = _ledger_text(timeline.held if timeline else None)
-        raise OutOfMemory(f"{what} needs more memory than there is: {advice}{next_time} ({words}){held}") from error
+        raise OutOfMemory(f"{what} needs more memory than is available: {advice}{next_time} ({words}){held}") from error
 
 
 def _ledger_text(held: HeldMemory | None) -> str:

@@ -122,7 +122,7 @@ def _port(launch: LaunchEnvironment) -> CheckLine:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         remedy = "set MASTER_PORT to a free one" if taken else "look at the loopback interface (ip link)"
-        return CheckLine.failed(f"ports: {wanted} of 127.0.0.1 can't be had ({error.strerror})", remedy)
+        return CheckLine.failed(f"ports: {wanted} of 127.0.0.1 isn't available ({error.strerror})", remedy)
     return CheckLine.ok(f"ports: {port} of 127.0.0.1 is free")
 
 

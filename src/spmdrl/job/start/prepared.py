@@ -221,7 +221,7 @@ def _check_stop_tokens(tokenizer: ModelTokenizer, decoder: DecoderConfig) -> Non
     if beyond:
         raise ValueError(
             f"responses of {tokenizer.folder} would stop at {', '.join(beyond)}, beyond the model's vocab_size "
-            f"{decoder.vocab_size}; mend eos_token_id in tokenizer_config.json, generation_config.json or config.json"
+            f"{decoder.vocab_size}; fix eos_token_id in tokenizer_config.json, generation_config.json or config.json"
         )
 
 

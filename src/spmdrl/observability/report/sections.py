@@ -69,7 +69,7 @@ def verdict_of(run: RunData) -> str:
     verdict = run.summary.get("verdict")
     if verdict not in (None, "running"):
         return outcome(run.summary)
-    return "unfinished: still running" if is_held(run.run_dir) else "unfinished: killed, it ended without a word"
+    return "unfinished: still running" if is_held(run.run_dir) else "unfinished: killed, it ended without a message"
 
 
 def comparison(runs: Sequence[RunData]) -> Parts:

@@ -82,7 +82,7 @@ def _read(path: Path) -> bytes:
 
 def _problem(found: os.stat_result) -> str | None:
     if not stat.S_ISREG(found.st_mode):
-        return "is no plain file"
+        return "isn't a plain file"
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, but this rank runs as user {os.geteuid()}"
     if found.st_mode & 0o077:

@@ -9,7 +9,7 @@ from spmdrl.runtime.supervision.stop_request import Stopped
 
 _INTERRUPTION = "interrupted"
 _STOP = "stopped by "
-_DEATH = "process {pid} ended without a word, as one that is killed does"
+_DEATH = "process {pid} ended without a message, like a killed one"
 _CONSEQUENCES = re.compile(
     "Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|remote process|NCCL|HCCL|RPCErr"
     r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another",

@@ -59,7 +59,7 @@ def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_FILES, *, key:
         return Path(snapshot_download(path, allow_patterns=list(patterns)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(
-            f"{key} {path} is not a folder, and the hub's snapshot of that name can't be had "
+            f"{key} {path} is not a folder, and the hub's snapshot of that name is missing "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, or download it on a machine "
             f"that reaches the hub (`hf download {path} --local-dir DIR`) and set {key} to that folder"
         ) from error

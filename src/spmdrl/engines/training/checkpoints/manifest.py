@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         or not _is_count(content.get("step"))
         or not isinstance(content.get("files"), dict)
     ):
-        raise ValueError(f"its {MANIFEST} is no object with a step and files")
+        raise ValueError(f"its {MANIFEST} isn't an object with a step and files")
     if unknown := content.keys() - {"step", "files", _DIGEST, _FENCE_KEY}:
         raise ValueError(f"its {MANIFEST} has {min(unknown)!r}, which no manifest has")
     token = content.get(_FENCE_KEY, 0)
