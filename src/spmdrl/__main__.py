@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m spmdrl`, or each rank of `torchrun -m spmdrl`."""
+"""Command line: `python -m spmdrl`, or each rank of `torchrun -m spmdrl`."""
 
 from __future__ import annotations
 

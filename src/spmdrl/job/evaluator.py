@@ -49,7 +49,7 @@ class Evaluation:
     num_prompts: int
     num_samples: int
     mean_reward: Estimate
-    """over the prompts that have a reward"""
+    """mean over the prompts that have a reward"""
     accuracy: Estimate
     """share of responses with a reward of 1 or more: of greedy ones, or avg@k"""
     pass_at: Mapping[int, Estimate]
@@ -103,7 +103,7 @@ def _shown(estimate: Estimate) -> str:
 
 
 class Evaluator:
-    """Generates and scores responses to held-out prompts; engines must be awake. Collective over all ranks.
+    """Scorer of generated responses to held-out prompts; engines must be awake. Collective over all ranks.
 
     Raises StopAgreed on all of them if one was asked to stop, and ConfigError if the reward functions failed on one's
     first rows, before the others are generated.

@@ -49,7 +49,7 @@ class Finding:
 
 
 class HeldOut:
-    """Evaluates the model on the held-out rows when due. Its calls are collective over all ranks."""
+    """Evaluation of the model on the held-out rows when due. Its calls are collective over all ranks."""
 
     def __init__(self, judge: Callable[[int], Finding] | None, run: Run, config: EvalConfig):
         """`judge` evaluates after a step; None, as without `data.eval`: evaluations do nothing."""
@@ -104,7 +104,7 @@ class HeldOut:
 
 
 class AnswerJudge:
-    """Evaluates the policy's responses to the held-out prompts. Collective."""
+    """Judge of the policy's responses to the held-out prompts. Collective."""
 
     def __init__(self, evaluator: Evaluator, switching: Switching, run: Run):
         self._evaluator = evaluator
@@ -140,7 +140,7 @@ class AnswerJudge:
 
 
 class PairJudge:
-    """Measures the share of held-out pairs that the model orders as preferred. Collective."""
+    """Judge by the share of held-out pairs that the model orders as preferred. Collective."""
 
     def __init__(self, pairs: Sequence[Prompt], objective: PairObjective, logs: RunLogs):
         self._pairs = pairs

@@ -86,7 +86,7 @@ class AnswerObjective(Objective):
 
 
 class AnswerWatch:
-    """Decides when the answers are probable enough; its average is part of the run's state."""
+    """Decision when the answers are probable enough; its average is part of the run's state."""
 
     def __init__(self, goal: float | None, *, is_main: bool):
         self.recent: tuple[float, ...] = ()
@@ -104,7 +104,7 @@ class AnswerWatch:
             add_text(writes, folder / WATCH_FILE, json.dumps(self.recent) + "\n")
 
     def read_from(self, folder: Path) -> None:
-        """Restore them."""
+        """Restore the last steps' probabilities; none if the checkpoint has none."""
         path = folder / WATCH_FILE
         self.recent = tuple(map(float, json.loads(path.read_text()))) if path.is_file() else ()
 

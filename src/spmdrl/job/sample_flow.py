@@ -22,7 +22,7 @@ from spmdrl.resources.world import World
 
 
 class SampleFlow:
-    """Opens and closes the batch of each step.
+    """Flow of each step's batch, from opening to closing.
 
     made -> read from a checkpoint, if there is one -> the dock is opened -> open(step) -> close(step) -> open(step + 1)
     """

@@ -89,7 +89,7 @@ class HealthWatch:
 
 
 def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, int]:
-    """A metric's mean over the first and the last tenth of the steps that have it, and the number of steps in a tenth.
+    """Return means of a metric's first and last tenth, by the steps that have it, and the number of steps in a tenth.
 
     At least five steps, or half of all.
     """

@@ -157,7 +157,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def number(value: Any) -> float | None:
-    """The float of a JSON value written by `to_json`; None if it isn't a number."""
+    """Return the float of a JSON value written by `to_json`; None if it isn't a number."""
     if isinstance(value, str):
         return NON_FINITE.get(value)
     if isinstance(value, (int, float)):

@@ -54,7 +54,7 @@ class SlowRanks:
 
 
 def _worst_stage(rank: int, seconds_by_rank: Sequence[Seconds]) -> tuple[str, float]:
-    """The stage in which the rank loses most against the median, and its ratio to the median there."""
+    """Return the stage in which the rank loses most against the median, and its ratio to the median there."""
     own = {stage: seconds for stage, seconds in seconds_by_rank[rank].items() if stage not in _UNEVEN}
     middle = {stage: median_low([other.get(stage, 0.0) for other in seconds_by_rank]) for stage in own}
     stage = max(own, key=lambda name: own[name] - middle[name])

@@ -92,7 +92,7 @@ def provenance() -> dict[str, str]:
 
 
 def software_versions() -> dict[str, str]:
-    """Versions that a result depends on, read from the installed packages without importing them."""
+    """Return the versions that a result depends on, read from the installed packages without importing them."""
     versions = {"python": platform.python_version()}
     for package in ("spmdrl", "torch", "transformers", "vllm", "torch_npu"):
         try:

@@ -92,7 +92,7 @@ def truncate_file(path: Path, step: int) -> None:
 
 
 def read_folder(folder: Path) -> Iterator[Iterator[dict[str, Any]]]:
-    """The lines of each rank's files in order; missing files, broken lines and parts are left out."""
+    """Return the lines of each rank's files in order; missing files, broken lines and parts are left out."""
     names = {part.name.split(".")[0] for part in folder.glob("[!.]*.jsonl*")}
     for path in (folder / f"{name}.jsonl" for name in sorted(names)):
         for part in closed_parts(path):

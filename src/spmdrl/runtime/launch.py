@@ -15,12 +15,12 @@ Launcher = Literal["python", "torchrun", "srun", "msrun"]
 
 
 class StartRefused(ValueError):
-    """Why this job can't start, found when its ranks met."""
+    """Reason why this job can't start, found when its ranks met."""
 
     def __init__(self, text: str, *, is_shown: bool = False):
         super().__init__(text)
         self.is_shown = is_shown
-        """whether this rank's screen has it already, or another rank puts it there"""
+        """true if this rank's screen shows the text already, or another rank shows it there"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LaunchEnvironment:
     master_port: int = 0
     source: Launcher = "python"
     sees_one_device: bool = False
-    """whether the launcher shows each process of a node one device of its own, in place of all of them"""
+    """true if the launcher gives each process of a node one visible device instead of all"""
 
     @property
     def device_index(self) -> int:
@@ -44,20 +44,20 @@ class LaunchEnvironment:
 
     @property
     def node_rank(self) -> int:
-        """The node that this process runs on."""
+        """Number of this process's node."""
         return self.node_of(self.rank)
 
     @property
     def num_nodes(self) -> int:
-        """Over how many nodes the job is spread."""
+        """Number of nodes of the job."""
         return self.world_size // self.local_world_size
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank runs on; nodes hold equally many consecutive ranks."""
+        """Return the node that a rank runs on; nodes hold equally many consecutive ranks."""
         return rank // self.local_world_size
 
     def first_rank_of(self, node: int) -> int:
-        """The local-rank-0 process of a node."""
+        """Return the rank of a node's local-rank-0 process."""
         return node * self.local_world_size
 
 
@@ -112,7 +112,7 @@ def _started_by_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Each task of the step is a rank. MASTER_ADDR and MASTER_PORT win over what is derived from the step."""
+    """Return the environment of a task of srun's step; MASTER_ADDR and MASTER_PORT win over what the step gives."""
     _require(environ, _SRUN_VARIABLES, "start the ranks with srun, or unset SLURM_STEP_ID for one rank")
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS")
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]
@@ -145,13 +145,13 @@ def _started_by_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _first_host(node_list: str) -> str:
-    """The first name of Slurm's list of hosts, such as `gpu007` of `gpu[007-009,012],login1`."""
+    """Return the first name of Slurm's list of hosts, such as `gpu007` of `gpu[007-009,012],login1`."""
     first = re.match(r"(?:\[[^]]*]|[^,[])*", node_list)
     return re.sub(r"\[(\w+)[^]]*]", r"\1", first[0] if first else "")
 
 
 def _started_by_msrun(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Each worker is a rank; ranks meet one port above that of MindSpore's scheduler, which isn't used."""
+    """Return the environment of msrun's worker; ranks meet one port above MindSpore's scheduler, which isn't used."""
     _require(
         environ, _MSRUN_VARIABLES, "start the ranks with msrun, on several nodes with --node_rank, or unset MS_ROLE"
     )
@@ -226,7 +226,7 @@ def _port(environ: Mapping[str, str], name: str, most: int = 65_535) -> int:
 
 
 def command_of(*words: str) -> str:
-    """A command line that runs this program in the environment that it runs in now, activated or not."""
+    """Return a command line that runs this program in the environment that it runs in now, activated or not."""
     own, found = Path(sys.executable), shutil.which("python")
     if found is not None and Path(found).parent == own.parent:
         python = "python"

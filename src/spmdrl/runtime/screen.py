@@ -21,7 +21,7 @@ _UNSAFE = re.compile(
 
 
 def safe_text(text: str) -> str:
-    """The text with every character that could steer a terminal written as its escape, such as \\x1b or \\u202e."""
+    """Return text in which each character that could steer a terminal is an escape, such as \\x1b or \\u202e."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -43,7 +43,7 @@ def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") ->
 
 @contextlib.contextmanager
 def waiting(text: str, *, enabled: bool = True) -> Iterator[None]:
-    """While the block runs, show on a terminal's last line what is going on and since when; then clear the line.
+    """Show on a terminal's last line what is going on and since when, while the block runs; then clear the line.
 
     On standard error: standard output may be a verb's result. Nothing is written where that is no terminal.
     """
@@ -71,5 +71,5 @@ def waiting(text: str, *, enabled: bool = True) -> Iterator[None]:
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An exception hook like Python's own, whose text can't steer the terminal."""
+    """Print an exception as Python's own hook does, with a text that can't steer the terminal."""
     show("".join(traceback.format_exception(kind, error, trace)), stream=sys.stderr, end="")

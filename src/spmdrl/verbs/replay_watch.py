@@ -34,11 +34,11 @@ _COLUMNS = ("response_ids", "rollout_logprobs", "versions", "finished", "reward"
 
 
 class StepReplayed(Exception):
-    """Ends the loop: the step is done, and nothing after its update is needed."""
+    """End of the loop: the step is done, and nothing after its update is needed."""
 
 
 class ReplayWatch(StageHook):
-    """Records a step's results for some rows, and ends it after its update by StepReplayed."""
+    """Record of a step's results for some rows; ends it after its update by StepReplayed."""
 
     def __init__(
         self, step: int, rows: Sequence[int], tokenizer: ModelTokenizer, config: RewardConfig, *, stops: bool

@@ -73,7 +73,7 @@ def correction_rule(
 
 
 def truncated(log_ratio_R: Tensor, cap: float) -> Correction:
-    """min(ratio, C): truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
+    """Return min(ratio, C): truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
 
     For rollouts: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Without a
     cap it is the weight of decoupled PPO: the policy that the step began with over the one that generated (AReaL,
@@ -93,7 +93,7 @@ def masked_by_token(log_ratio_R: Tensor, low: float, high: float) -> Correction:
 def masked_by_sequence(
     log_ratio_R: Tensor, sequence_log_ratio_R: Tensor, *, low: float, high: float, cap: float
 ) -> Correction:
-    """min(ratio, C) in rows whose ratio lies in [alpha, beta], 0 in the others.
+    """Return min(ratio, C) in rows whose ratio lies in [alpha, beta], 0 in the others.
 
     Unlike the product over a row, the geometric mean doesn't drop rows for being long (Li et al. 2025, "When Speed
     Kills Stability", part 3, Geometric Sequence Masking).

@@ -28,8 +28,8 @@ def kl_estimate(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: KlEstimat
 
 
 def adapted_kl_coef(kl_coef: float, divergence: float, *, target: float, gain: float) -> float:
-    """beta (1 + K e) with e = clip((KL - target) / target, -0.2, 0.2): the controller of Ziegler et al. 2019, section
-    2.2 (arXiv:1909.08593)."""
+    """Return beta (1 + K e), e = clip((KL - target) / target, -0.2, 0.2): the controller of Ziegler et al. 2019,
+    section 2.2 (arXiv:1909.08593)."""
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return kl_coef * (1 + gain * error)
 

@@ -87,7 +87,7 @@ def _is_whole(message: Mapping[str, Any]) -> bool:
 
 
 def answer_of(messages: list[Any]) -> str | dict[str, Any]:
-    """The last message's answer: its text, or the message if it has more or follows another answer."""
+    """Return the last message's answer: its text, or the message if it has more or follows another answer."""
     *before, last = messages
     is_text = not any(value for key, value in last.items() if key not in ("role", "content"))
     is_text = is_text and not (before and isinstance(before[-1], Mapping) and before[-1].get("role") == "assistant")

@@ -23,7 +23,7 @@ class LearntRows:
     turns: Literal["last", "all"] = "last"
 
     def of(self, prompt: Prompt) -> list[MarkedTokens]:
-        """The row's tokens with its answer; of a pair, with either response. Raises ValueError, naming the row."""
+        """Return the row's tokens with its answer, or with either one of a pair. Raises ValueError, naming the row."""
         try:
             return self._of(prompt)
         except RowNotRendered as problem:

@@ -52,7 +52,7 @@ def find_pair(
 
 
 def _prompt_size(chosen: str, rejected: str) -> int:
-    """The length of the common beginning that is the prompt: through the last turn's mark, else whole words."""
+    """Return the length of the common beginning that is the prompt: through the last turn's mark, else whole words."""
     if chosen == rejected:
         raise Flaw("equal_pair", f"'{CHOSEN}' and '{REJECTED}' are the same, so there is nothing to prefer")
     common = commonprefix([chosen, rejected])

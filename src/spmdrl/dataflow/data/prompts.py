@@ -127,7 +127,7 @@ class PromptSource:
         return [(length, place) for length, place in prompts if length > num_tokens]
 
     def take(self, step: int, num_prompts: int) -> list[Prompt]:
-        """The prompts of a step, counted from 0: positions step * num_prompts and on over the concatenated epochs."""
+        """Return a step's prompts: positions step * num_prompts (steps from 0) and on over the concatenated epochs."""
         start = step * num_prompts
         return [self.at(position) for position in range(start, start + num_prompts)]
 

@@ -61,7 +61,7 @@ def read_records(path: str) -> Iterator[Record | BadRow]:
 
 
 def data_files(path: str) -> list[Path]:
-    """The files of a data path, sorted by name. Raises ValueError if there is none, or for an unsupported one."""
+    """Return the files of a data path by name. Raises ValueError if there is none, or for an unsupported one."""
     named = Path(path).expanduser()
     if named.is_dir():
         files = _files_of_folder(path, named)

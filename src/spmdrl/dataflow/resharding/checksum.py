@@ -97,7 +97,7 @@ class SwitchRecord:
         return self._spots_of(pieces, weights)
 
     def _spots_of(self, pieces: Sequence[Piece], weights: SlicedWeights) -> dict[int, Tensor]:
-        """The bit patterns of all pieces' spots at once, which is cheaper than an operation per piece."""
+        """Return the bit patterns of all pieces' spots at once, which is cheaper than an operation per piece."""
         assert self.version is not None, "begin comes first"
         alike: dict[tuple[torch.dtype, torch.dtype], dict[int, Tensor]] = {}
         for piece in pieces:

@@ -180,7 +180,7 @@ class _Slots:
         self._used = 0
 
     def beside(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if it can be sent as is, otherwise a part of the buffer of its shape."""
+        """Return the tensor itself if it can be sent as is, otherwise a part of the buffer of its shape."""
         if tensor.dtype == self._dtype and tensor.is_contiguous():
             return tensor
         start, self._used = self._used, self._used + tensor.numel()

@@ -73,7 +73,7 @@ class Probe:
         self._exempt_share = exempt_share
 
     def rate(self, step: int) -> Rated:
-        """Rate with the trainer, before the switch. Collective over the world."""
+        """Rate the step's rows with the trainer, before the switch. Collective over the world."""
         rows = self._rows_of_step(step)
         tokens_T = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         packed = TokenRows(tokens_T, offsets_of([len(row) for row in rows]), torch.ones(len(rows), dtype=torch.int64))

@@ -46,7 +46,7 @@ News = RowMetadata | RowDrop
 
 
 def metadata_of(batch: Batch, place: Sequence[int] | None = None) -> RowMetadata:
-    """News of a batch that was stored, in shared memory at `place` (writer, start, bytes)."""
+    """Return the news of a batch that was stored, in shared memory at `place` (writer, start, bytes)."""
     columns = mask_of(tuple(batch.columns))
     bounds = {name: batch.offsets(name).numpy() for name in announced_lengths(columns)}
     lengths = {name: offsets[1:] - offsets[:-1] for name, offsets in bounds.items()}
@@ -62,7 +62,7 @@ def announced_lengths(columns: int) -> tuple[str, ...]:
 
 
 def joined(news: Iterable[News]) -> list[News]:
-    """The news in as few entries as possible: metadata of the same columns, and drops for the same reason, joined."""
+    """Join news into as few entries as possible: metadata of the same columns, and drops for the same reason."""
     metadata: dict[int, list[RowMetadata]] = {}
     drops: dict[str, list[RowDrop]] = {}
     for entry in news:

@@ -61,7 +61,7 @@ class Controller:
         return self._ready_rows[by_group]
 
     def claim(self, rows: ArrayLike) -> None:
-        """ready -> claimed. Raises ValueError, and claims nothing, if a row isn't ready."""
+        """Move rows ready -> claimed. Raises ValueError, and claims nothing, if a row isn't ready."""
         index = self._catalogue.checked(rows)
         ready = self._is_ready()[index]
         if not ready.all():
@@ -70,7 +70,7 @@ class Controller:
         self._hold(index, RowStatus.CLAIMED)
 
     def consume(self, rows: ArrayLike) -> None:
-        """claimed -> consumed. Raises ValueError, and consumes nothing, if a row wasn't claimed."""
+        """Move rows claimed -> consumed. Raises ValueError, and consumes nothing, if a row wasn't claimed."""
         self._hold(self._claimed(rows), RowStatus.CONSUMED)
 
     def resume(self, rows: ArrayLike) -> None:
@@ -173,7 +173,7 @@ class RowLives:
         self.controllers[state].claim(rows)
 
     def finish(self, state: WorkerState) -> None:
-        """All rows that are claimed for `state` go claimed -> consumed."""
+        """Move all rows that are claimed for `state` claimed -> consumed."""
         controller = self.controllers[state]
         controller.consume(controller.rows_with(RowStatus.CLAIMED))
 
@@ -187,12 +187,12 @@ class RowLives:
         return np.flatnonzero(is_dropped)
 
     def deferred_rows(self) -> Integers:
-        """Rows that continue in a later step, ascending."""
+        """Return the rows that continue in a later step, ascending."""
         deferred = self.catalogue.rows_by_reason().get(DEFERRED, np.empty(0, dtype=np.int64))
         return deferred[~np.isin(deferred, self.trained_rows())]
 
     def pending_rows(self) -> Integers:
-        """Rows that are neither trained, dropped nor deferred, ascending."""
+        """Return the rows that are neither trained, dropped nor deferred, ascending."""
         is_settled = self.catalogue.is_dropped
         is_settled[self.trained_rows()] = True
         return np.flatnonzero(~is_settled)

@@ -83,7 +83,7 @@ class StepRows:
             self.lives.catalogue.homes[rows] = homes.repeat(self.group_size)
 
     def deal_generation(self) -> list[int]:
-        """The rows, in whole groups, for this rank to generate, with equal expected work for all takers.
+        """Return the rows, in whole groups, for this rank to generate, with equal expected work for all takers.
 
         Ranks that generate together get the rows of the first, which alone puts the results.
         """
@@ -134,7 +134,7 @@ class StepRows:
         return self.lives.controllers[state].needs
 
     def columns(self, state: WorkerState, names: Iterable[str] | None) -> list[str]:
-        """The columns for `state`: these, or all that it reads. Raises ValueError for one that it doesn't read."""
+        """Return the columns for `state`: these, or all that it reads. Raises ValueError for any other."""
         needs = self.reads(state)
         undeclared = set(names or ()) - needs
         if undeclared:

@@ -32,7 +32,7 @@ class Credit(Protocol):
 
 
 class AdvantageStage:
-    """Selects from all rows and credits them, identically on every rank; stores the advantages of this rank's rows.
+    """State that selects from all rows and credits them alike on every rank; stores this rank's advantages.
 
     Collective: every rank calls it once per step. Columns that the algorithm reads are gathered on every rank.
     """

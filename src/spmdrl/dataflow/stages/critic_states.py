@@ -31,7 +31,7 @@ class Rewarding(Protocol):
 
 
 class ReturnsStage:
-    """Puts the returns of the tokens of this rank's rows. Collective: every rank calls it once per step."""
+    """State that puts the returns of the tokens of this rank's rows. Collective: every rank calls it once per step."""
 
     state = WorkerState.RETURNS
 
@@ -78,7 +78,7 @@ def lambda_returns(
 
 
 class CriticUpdateStage:
-    """Trains the critic on the policy's rows. Collective: every rank calls it once per step."""
+    """State that trains the critic on the policy's rows. Collective: every rank calls it once per step."""
 
     state = WorkerState.CRITIC_UPDATE
 

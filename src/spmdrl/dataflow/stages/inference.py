@@ -36,7 +36,7 @@ Seen = Callable[[Batch, Samples], Batch]
 
 
 class ScoreStage:
-    """Scores available responses with one engine, portion by portion. Collective over all ranks."""
+    """State that scores available responses with one engine, by portions. Collective over all ranks."""
 
     def __init__(
         self, state: WorkerState, engine: TrainingEngine, presence: Presence = nullcontext,
@@ -83,7 +83,7 @@ class ScoreStage:
 
 
 class OlderLogprobsStage(ScoreStage):
-    """Scores only rows with tokens of earlier weights; for all others, the rollout's log-probs are the engine's.
+    """Scoring of only rows with tokens of earlier weights; for all others, the rollout's log-probs are the engine's.
 
     For runs whose generator and trainer agree bit for bit; the update checks that they do.
     """
@@ -142,7 +142,7 @@ def _with_end_state(batch: Batch, is_cut_B: Tensor) -> Batch:
 
 
 class LikeliestTokensStage(ScoreStage):
-    """Puts ids and log-probs of the teacher's likeliest tokens in each place, and the log-prob of all others."""
+    """State that puts ids and log-probs of the teacher's likeliest tokens of each place, and of all others."""
 
     def __init__(
         self, engine: TrainingEngine, presence: Presence, seen: Seen | None, *, num_likeliest: int, vocab_size: int
@@ -199,7 +199,7 @@ def _without_adapters(present: Presence, engine: TrainingEngine) -> Presence:
 
 @dataclass(frozen=True)
 class TeachersPrompts:
-    """Renders a column of the data like prompts, by `data.chat_template`."""
+    """Prompts of a teacher: a column of the data, rendered by `data.chat_template`."""
 
     column: str
     renderer: Renderer

@@ -71,7 +71,7 @@ class Judge:
 
 
 class JudgeStage:
-    """Judges this rank's share of the responses. Collective: every rank calls it once per step."""
+    """State in which a frozen model judges this rank's share of the responses. Collective: once per step."""
 
     state = WorkerState.JUDGE
 

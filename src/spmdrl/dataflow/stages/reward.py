@@ -36,7 +36,7 @@ DecodeTokens = Callable[[Sequence[int]], str]
 
 
 class RewardStage:
-    """Submits responses to the reward children as they end, and later stores the results of trained rows."""
+    """State that submits responses to the reward children as they end, and later stores trained rows' results."""
 
     state = WorkerState.REWARD
 
@@ -170,7 +170,7 @@ class _GroupRewards:
 
 
 class StreamedRewards:
-    """Submits each response for its reward once: when it ends, or when the last of its group does.
+    """Listener that submits each response for its reward once: when it ends, or the last of its group does.
 
     A group may stay pending over steps: repeated responses are ignored, and results are kept until `collect`.
     """

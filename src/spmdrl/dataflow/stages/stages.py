@@ -21,20 +21,20 @@ AtStageEnd = Callable[[int, str], None]
 
 
 class StageHook:
-    """Observes the samples around each worker state; its exceptions end the step."""
+    """Observer of the samples around each worker state; its exceptions end the step."""
 
     def before(self, state: WorkerState, samples: Samples) -> None:
-        """Called before the state's work."""
+        """Observe the samples before the state's work."""
 
     def after(self, state: WorkerState, samples: Samples) -> None:
-        """Called after the state's work, outside of its time."""
+        """Observe the samples after the state's work, outside of its time."""
 
     def loss(self, learner: Learner, terms: TokenTerms, weighted_R: Tensor) -> None:
-        """Called in an update with the loss of a micro-batch, on the device, before its backward pass."""
+        """Observe the loss of an update's micro-batch, on the device, before its backward pass."""
 
 
 class Stages:
-    """Calls each worker state in its slot, under the timeline's clock."""
+    """Runner of each worker state in its slot, under the timeline's clock."""
 
     def __init__(
         self, slots: Sequence[Slot], stages: Mapping[WorkerState, Stage], timeline: Timeline, at_end: AtStageEnd, *,

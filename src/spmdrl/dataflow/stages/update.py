@@ -69,7 +69,7 @@ class UpdatePlan:
 
 
 class UpdateStage:
-    """Trains on this rank's rows. Collective: every rank calls it once per step."""
+    """State that trains on this rank's rows. Collective: every rank calls it once per step."""
 
     state = WorkerState.UPDATE
 

@@ -63,7 +63,7 @@ def chosen_places(num_rows: int, wanted: int | None, group_size: int) -> list[in
 
 
 class RowsRecord(Protocol):
-    """Receives the results of a step's rows on this rank; on the host."""
+    """Receiver of the results of a step's rows on this rank; on the host."""
 
     def rewarded(self, rows: Tensor, rewards_B: Tensor) -> None:
         """Called with the rewards of all rows of the step, ascending, before advantages are computed."""
@@ -79,7 +79,7 @@ class RowsRecord(Protocol):
 
 
 class ShownRows:
-    """Keeps the first update's results for a few rows: those of one prompt, and others of all prompts."""
+    """First update's results for a few rows: those of one prompt, and others of all prompts."""
 
     def __init__(self, wanted: int | None, record: RowsRecord | None = None):
         """`wanted` counts rows; None: all responses to one prompt, and a few others. `record` gets all rows."""

@@ -31,7 +31,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 class Calculator:
-    """Evaluates the expression after the last `<<` of a turn that ends with `=`."""
+    """Environment that evaluates the expression after the last `<<` of a turn that ends with `=`."""
 
     def step(self, episode: Episode) -> Observation | End:
         if not episode.response.endswith("="):

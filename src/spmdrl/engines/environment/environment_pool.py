@@ -25,7 +25,7 @@ from spmdrl.runtime.workers.verdict import Verdict
 
 
 class EnvironmentPool:
-    """Runs steps asynchronously: `submit` returns at once, `collect` waits.
+    """Pool that runs steps asynchronously: `submit` returns at once, `collect` waits.
 
     The constructor builds the environment, in a child unless inline, and raises ValueError if it can't be built.
     `close` leaves no process behind.
@@ -77,7 +77,7 @@ class EnvironmentPool:
 
 
 class _Steps:
-    """Converts messages of an environment's workers to step results."""
+    """Reader of an environment's workers: their messages as step results."""
 
     def read(self, answer: Any, call: PendingCall) -> StepResult | None:
         return read_step(answer)

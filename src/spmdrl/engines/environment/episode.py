@@ -33,7 +33,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Observation:
-    """Continues the row: the model reads these texts, which may be empty, and takes another turn."""
+    """Answer that continues the row: the model reads these texts, which may be empty, and takes another turn."""
 
     text: str
     """read as plain text: no special tokens nor others that the chat template writes are recognised"""
@@ -46,7 +46,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class End:
-    """Finishes the row."""
+    """Answer that finishes the row."""
 
     reward: float | None = None
     """the row's reward; None leaves it to `reward.functions`"""

@@ -13,7 +13,7 @@ from spmdrl.resources.memory import MemoryLedger, Owner
 
 
 class FrozenGenerator:
-    """Wakes an engine of this rank alone with the host's copy of its weights."""
+    """Engine of this rank alone, woken with the host's copy of its weights."""
 
     def __init__(
         self, engine: GenerationEngine, weights: Mapping[str, Tensor], device: Device, ledger: MemoryLedger,

@@ -90,7 +90,7 @@ def unpacked_outcomes(rewards: Tensor, verdicts: Tensor) -> list[Outcome | None]
 
 
 class ReplayEngine:
-    """Serves a step's requests from the record of their rows; an `AnsweringEngine`.
+    """`AnsweringEngine` that serves a step's requests from the record of their rows.
 
     Call `begin_step` before the requests of each step.
     """

@@ -167,7 +167,7 @@ class VllmEngine:
         self._weights_awake = self._cache_awake = False
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's weights and KV cache by their sizes; on CPU always, as vLLM can't sleep there."""
+        """Return bytes of this rank's weights and KV cache by their sizes; on CPU always, as vLLM can't sleep there."""
         num_weights = sum(math.prod(shape) for shape in self.weight_shapes().values())
         weight_bytes = num_weights // self._tensor * self._dtype.itemsize
         return {
@@ -297,7 +297,7 @@ def _prepare_cpu(config: DecoderConfig, num_ranks: int) -> None:
 
 
 def _note(row: Row, completion: Any, version: int, *, exact: bool) -> None:
-    """Append one output's tokens, which are its step's only."""
+    """Append the tokens of one output, which holds those of its step alone."""
     for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
         row.token_ids.append(token)
         # No number is better than one of another distribution.

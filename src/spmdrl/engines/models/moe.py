@@ -22,7 +22,7 @@ from spmdrl.nouns.settings.model_sizes import MoeConfig
 
 
 class Route(Protocol):
-    """Observes, and may replace, each sparse layer's routing."""
+    """Observer, and perhaps replacement, of each sparse layer's routing."""
 
     def __call__(self, layer: int, scores_TE: Tensor, chosen_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the affinities and the experts to use; it may record, replay, or attach a loss to the affinities."""
@@ -34,7 +34,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatch(Protocol):
-    """Brings tokens to their experts and the weighted outputs back."""
+    """Way of tokens to their experts, and of the weighted outputs back."""
 
     def __call__(
         self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor, num_experts: int, compute: Compute

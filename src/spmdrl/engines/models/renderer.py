@@ -70,7 +70,7 @@ class TokenizedPrompts:
 
 
 class Renderer:
-    """Renders rows for one tokenizer. A row's columns `tools` and `chat_template_kwargs` go to the template."""
+    """Renderer of rows for one tokenizer. A row's columns `tools` and `chat_template_kwargs` go to the template."""
 
     def __init__(self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None):
         self.options = options or TemplateOptions()
@@ -259,7 +259,7 @@ class Renderer:
         return MarkedTokens(ids, is_learnt)
 
     def _turn(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return an answer's text after `begun`, the rendered prompt, through its end of turn, and if it has one."""
+        """Return an answer's text after `begun`, the rendered prompt, through its end of turn; True if it has one."""
         whole = self._rendered([*before, _without_null(message)], columns)
         last = str(before[-1].get("content") or "").strip() if before else ""
         tail = begun[begun.rfind(last) :] if last and last in begun else ""

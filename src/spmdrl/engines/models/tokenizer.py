@@ -36,7 +36,7 @@ class StopToken:
 
 
 class ModelTokenizer:
-    """Wraps the Hugging Face tokenizer of a model folder; `raw` is the tokenizer itself."""
+    """Hugging Face tokenizer of a model folder, wrapped; `raw` is the tokenizer itself."""
 
     def __init__(self, folder: Path, *, skips_special: bool = False):
         """With `skips_special`, texts of responses have no special tokens."""

@@ -56,7 +56,7 @@ def apply_expert_parallel(decoder: Decoder, axis: Axis, parts: Parts, *, column:
 
 
 class AllToAllDispatch:
-    """Sends tokens to the ranks of the axis that hold their experts, and returns the outputs; a `Dispatch`.
+    """`Dispatch` that sends tokens to the ranks of the axis that hold their experts, and returns the outputs.
 
     Run number k of experts is at place k // columns of the axis, on its ranks of column k % columns. Experts of other
     columns are skipped. A rank without tokens or arriving rows still takes part: the others wait for it in both passes,

@@ -224,7 +224,7 @@ def _limited_time() -> Iterator[None]:
     is_over = False
 
     class _Over(BaseException):
-        """Passes through `except Exception`."""
+        """Signal that passes through `except Exception`."""
 
     def end(*_: object) -> None:
         if not is_over:

@@ -27,7 +27,7 @@ FIRST_ROWS = 8
 
 @dataclass
 class _ScoresOfCalls:
-    """Reads each function's scores from reward workers' messages, and counts failures until a row succeeds."""
+    """Reader of each function's scores in reward workers' messages; counts failures until a row succeeds."""
 
     num_functions: int
     num_failed: int = 0
@@ -50,7 +50,7 @@ class _ScoresOfCalls:
 
 
 class RewardPool:
-    """Scores calls asynchronously: `submit` returns at once, `collect` waits.
+    """Pool of processes that score calls: `submit` returns at once, `collect` waits.
 
     The constructor loads the functions, in a child unless inline, and raises ValueError if one can't be loaded.
     Inline, `submit` computes the rewards itself and nothing can be killed. `close` leaves no process behind.

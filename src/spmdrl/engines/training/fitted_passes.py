@@ -25,7 +25,7 @@ Rated = tuple[Sequence[int], tuple[Tensor, ...]]
 
 
 class FittedPasses:
-    """Plans micro-batches of rows, rates them, and repeats a pass that ran out of memory on some rank."""
+    """Passes over planned micro-batches, which are repeated if some rank ran out of memory."""
 
     def __init__(
         self, passes: Passes, model: ShardedModel, training: TrainingConfig, device: Device, sharing: RowSharing | None

@@ -34,7 +34,7 @@ NOTHING = -1e4
 
 
 class TokenHead(Protocol):
-    """Rates places of one micro-batch by their hidden states."""
+    """Head that rates places of one micro-batch by their hidden states."""
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Return float32 tensors [P], the same on all ranks of the tensor axis. Collective over that axis.

@@ -45,7 +45,7 @@ Collect = Callable[[MicroBatch, tuple[Tensor, ...]], None]
 
 
 class Passes:
-    """Runs the stages of one model; every rank of the mesh runs as many micro-batches, in the same order."""
+    """Runner of the stages of one model; every rank of the mesh runs as many micro-batches, in the same order."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class LayerRecord:
 
 
 class RecordingRoute:
-    """Records one micro-batch's routing, attaches the balance loss, replays choices; a `Route`.
+    """`Route` that records one micro-batch's routing, attaches the balance loss, and replays choices.
 
     A recomputed layer replaces its own record.
     """
@@ -241,7 +241,7 @@ class RouterTotals:
 
 
 class RouterStatistics:
-    """Accumulates the records of a step's micro-batches."""
+    """Accumulator of the records of a step's micro-batches."""
 
     def __init__(self, model: DecoderConfig, routing: RoutingConfig, device: torch.device):
         assert model.moe is not None, "a dense model has no routers"

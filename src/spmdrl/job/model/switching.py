@@ -25,7 +25,7 @@ PromptAt = Callable[[int], Prompt]
 
 
 class Switching:
-    """Switches the models between update and generation. Its methods are collective over all ranks."""
+    """Switch of the models between update and generation. Its methods are collective over all ranks."""
 
     def __init__(
         self, flow: ReshardingFlow, ledger: MemoryLedger, logs: RunLogs, device: Device, probe: Probe | None = None

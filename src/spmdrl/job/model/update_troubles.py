@@ -44,7 +44,7 @@ def watch_updates(models: RoleModels, run: Run) -> None:
 
 
 class SkippedBatches:
-    """Writes each rank's part of a skipped update: rows as safetensors, findings as JSON."""
+    """Each rank's part of a skipped update on disk: rows as safetensors, findings as JSON."""
 
     def __init__(self, run: Run):
         self._run = run

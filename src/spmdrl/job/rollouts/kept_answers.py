@@ -156,7 +156,7 @@ def open_requests(
     config: Config, prompts: Sequence[Prompt], replica: Replica, sampling: SamplingParams, done: set[int],
     max_positions: int,
 ) -> list[Request]:  # fmt: skip
-    """This replica's requests: the rows of its prompts that aren't done. Answers end at the model's last position."""
+    """Return this replica's requests: its prompts' unfinished rows. Answers end at the model's last position."""
     size, requests = config.eval.num_samples, []
     for number in replica.share_of(len(prompts)):
         rows = tuple(row for row in range(number * size, (number + 1) * size) if row not in done)
@@ -171,7 +171,7 @@ def open_requests(
 
 
 def identity_of_answers(config: Config, source: ModelSource, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The settings and inputs that answers depend on; those of an interrupted run must be the same."""
+    """Return the settings and inputs that answers depend on; those of an interrupted run must be the same."""
     rollout = config.rollout
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
     return {

@@ -35,7 +35,7 @@ _OF_ATTEMPT = ("perf/", "reshard/")
 
 
 class KeptRollouts:
-    """Stores the rows of the running step beside the checkpoint that they come from (`checkpoint.keep_rollouts`).
+    """Rows of the running step, stored beside the checkpoint that they come from (`checkpoint.keep_rollouts`).
 
     For groups that the step deferred, these are the pending responses.
     """

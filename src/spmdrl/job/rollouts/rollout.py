@@ -89,7 +89,7 @@ def turns_of(
     config: Config, prepared: Prepared, replica: Replica, world: World, stack: ExitStack,
     strikes: Strikes | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
-    """The turns of a replica with the run's environment, closed with the stack; None without one."""
+    """Return the turns of a replica with the run's environment, closed with the stack; None without one."""
     return build_turns(
         config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
         vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,

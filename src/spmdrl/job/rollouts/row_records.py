@@ -49,7 +49,7 @@ class RowDigests:
 
 
 class RowRecords:
-    """Appends a line per step to this rank's file; the oldest are dropped beyond 64 MiB per rank."""
+    """File of this rank with a line per step; the oldest are dropped beyond 64 MiB per rank."""
 
     def __init__(self, folder: Path, world: World, mesh: UpdateMesh, *, last_step: int):
         """Drop records after `last_step`: it will be repeated."""
@@ -102,7 +102,7 @@ class RowRecords:
         }
 
     def write(self, step: int) -> None:
-        """Write the records since the last step, on the ranks that do."""
+        """Write the records since the last step, on the ranks that keep records."""
         fields, self._fields = self._fields, {}
         if not self._is_writer or not (self._is_first_stage or fields.get("trained")):
             return
@@ -125,7 +125,7 @@ def _truncate(path: Path, last_step: int) -> None:
 
 
 class RowPlaces:
-    """Makes digests of rows' values that depend on every bit and its place, without a loop over rows.
+    """Digests of rows' values that depend on every bit and its place, made without a loop over rows.
 
     The sum of the values' bits times odd numbers of 64 bits, one per place: two different rows have the same digest
     with a probability of about 2^-32.

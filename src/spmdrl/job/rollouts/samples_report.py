@@ -29,7 +29,7 @@ COLUMNS = ("response_ids", "reward", "reward_parts", "reward_verdict", "rollout_
 
 
 class SamplesReport(StageHook):
-    """Writes samples from the main rank after each update, and records each rank's traffic."""
+    """Report of samples from the main rank after each update, and of each rank's traffic."""
 
     def __init__(
         self, logs: RunLogs, dock: TransferDock, shown: ShownRows, records: RowRecords, decode: DecodeTokens, *,
@@ -103,7 +103,7 @@ class SamplesReport(StageHook):
         return self._texts[token]
 
     def count(self, accounting: Accounting) -> None:
-        """Record the ends of the step's rows, and the bytes that this rank moved."""
+        """Record how many rows were trained, dropped, deferred or left pending, and the bytes that this rank moved."""
         recorder = self._logs.recorder
         recorder.mean("dock/trained", accounting.num_trained)
         recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))

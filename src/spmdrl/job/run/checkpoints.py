@@ -60,7 +60,7 @@ class _Saving:
 
 
 class Checkpoints:
-    """Saves the state of a run, and remembers if the last save failed."""
+    """Saver of a run's state, which remembers if the last save failed."""
 
     def __init__(self, store: CheckpointStore, state: Savable, logs: RunLogs, point: ResumePoint | None):
         """`state` is saved in checkpoints. The best steps are those up to `point`: later ones will be repeated."""

@@ -42,7 +42,7 @@ LINES_OF_WARM_START = 20
 
 
 class Run:
-    """Steps through a run. All of its methods are collective.
+    """Loop over a run's steps. All of its methods are collective.
 
     made -> resumed: a checkpoint was read, `logs` and `checkpoints` are there -> finished
     """

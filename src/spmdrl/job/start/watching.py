@@ -64,16 +64,16 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
 
 
 def stage_timeout_seconds(config: Config) -> float:
-    """Return the longest time without progress; 0 is for ever."""
+    """Return the longest time without progress; 0: no limit."""
     if config.resources.stage_timeout_seconds is not None:
         return config.resources.stage_timeout_seconds
     return max(_STAGE_SECONDS, 2 * config.reward.timeout_seconds, 2 * config.environment.timeout_seconds)
 
 
 def deadline_of(save_by_seconds: float | None, environ: Mapping[str, str]) -> Deadline | None:
-    """Return the time to save and leave: `save_by_seconds` from now, else two minutes before Slurm ends the job.
+    """Return the time to save and leave: `save_by_seconds` from now, else shortly before Slurm ends the job.
 
-    Or a tenth of the job's time before it, if that is less.
+    That is two minutes, or a tenth of the job's time if that is less.
     """
     now = time.time()
     if save_by_seconds is not None:

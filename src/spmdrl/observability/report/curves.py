@@ -126,7 +126,7 @@ def _labelled(runs: Sequence[RunData], metric: str) -> list[Series]:
 
 
 def _named(run: RunData, metrics: Mapping[str, str]) -> list[Series]:
-    """Metrics of one run under these labels."""
+    """Return metrics of one run under these labels."""
     return [Series(label, run.points(name), color=color) for color, (label, name) in enumerate(metrics.items())]
 
 

@@ -33,7 +33,7 @@ class StepRange:
 
 
 def step_ranges(records: TimelineRecords) -> list[StepRange]:
-    """The first, the slowest, the last and evenly spread other steps, each in one range only where there are few."""
+    """Return ranges of the first, slowest, last and evenly spread other steps; a single one where there are few."""
     seconds = step_seconds(records)
     steps = sorted(seconds)
     if not steps:
@@ -52,7 +52,7 @@ def step_ranges(records: TimelineRecords) -> list[StepRange]:
 
 
 def step_seconds(records: TimelineRecords) -> dict[int, float]:
-    """Seconds from the first start to the last end of each step, over all ranks."""
+    """Return the seconds from the first start to the last end of each step, over all ranks."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     for span in records.spans:
@@ -75,7 +75,7 @@ def gantt(records: TimelineRecords) -> Parts:
 
 
 def memory_by_owner(records: TimelineRecords) -> Parts:
-    """Bytes by owner at the stage boundaries of the rank with the highest peak, and each owner's highest peaks."""
+    """Return bytes by owner at the stage ends of the rank with the highest peak, and each owner's highest peaks."""
     if not records.snapshots:
         return []
     rank = max(records.snapshots, key=lambda snapshot: max(snapshot.held.peak, snapshot.held.device_bytes)).rank

@@ -77,7 +77,7 @@ class ReplayedRow:
 
 
 def replay_section(rows: Sequence[ReplayedRow]) -> Section:
-    """Facts and tokens of each row; there is one at least."""
+    """Return the facts and tokens of each row; there is one at least."""
     head, parts = (
         ("", "id", "text", "generator", "trainer", "advantage", "ratio", "loss", "d loss / d log-prob"),
         Parts(),

@@ -65,7 +65,7 @@ def settings_that_differ(runs: Sequence[RunData]) -> Parts:
 
 
 def verdict_of(run: RunData) -> str:
-    """The summary's verdict; without one the run is unfinished: still running if its folder is held, else killed."""
+    """Return the summary's verdict; a run without one is still running if its folder is held, else killed."""
     verdict = run.summary.get("verdict")
     if verdict not in (None, "running"):
         return outcome(run.summary)

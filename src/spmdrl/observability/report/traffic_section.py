@@ -79,7 +79,7 @@ def _by_column(moved: BytesByColumn, note: str) -> Table:
 
 
 def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metadata: int, steps: int) -> Parts:
-    """A step's mean bytes beside Eq. 1, 2 and 4, which count every prompt and response at its greatest length."""
+    """Show a step's mean bytes beside Eq. 1, 2 and 4, which count every prompt and response at its greatest length."""
     known = {name: amount for name, value in estimates.items() if (amount := number(value)) is not None}
     warehouses = max(known.get("num_warehouses", 1.0), 1.0)
     put = sum(amount for (_, (operation, _)), amount in moved.items() if operation == "put")

@@ -186,7 +186,7 @@ def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:
 
 
 def outcome(fields: Mapping[str, Any]) -> str:
-    """The verdict of a summary, with its trouble: `done, but 4 of 5 updates were skipped: ...`."""
+    """Return the verdict of a summary, with its trouble: `done, but 4 of 5 updates were skipped: ...`."""
     trouble = fields.get("trouble")
     verdict = str(fields.get("verdict") or "ended")
     return f"{verdict}, but {'; '.join(map(str, trouble))}" if isinstance(trouble, list) and trouble else verdict

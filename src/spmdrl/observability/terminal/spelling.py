@@ -8,7 +8,7 @@ _LONGEST = 60
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that differs only in case or signs, by one edit per four letters, or after its first half."""
+    """Return the known name that differs only in case, signs, an edit per four letters, or after the first half."""
     found: tuple[int, str] | None = None
     for name in known:
         distance = _distance(word, name)
@@ -28,7 +28,7 @@ def _letters(word: str) -> str:
 
 
 def edit_distance(left: str, right: str) -> int:
-    """The fewest letters to insert, remove, replace or swap with their neighbour that make one word of the other."""
+    """Return the fewest letters to insert, remove, replace or swap with their neighbour to make the other word."""
     if abs(len(left) - len(right)) > 3 or max(len(left), len(right)) > _LONGEST:
         return max(len(left), len(right))
     before: list[int] = []

@@ -38,7 +38,7 @@ class StepFacts:
 
 
 def full_line(facts: StepFacts, known: set[str]) -> str:
-    """All fields in `known`, in a fixed order, with `-` for missing ones; adds the step's fields to `known`."""
+    """Return all fields in `known`, in a fixed order, with `-` for missing ones; adds the step's fields to `known`."""
     parts, timings = _parts(facts), _timings(facts.metrics)
     known |= {name for name, text in (parts | timings).items() if text}
     shown = {name: text or _missing(name) for name, text in parts.items() if name in known}
@@ -49,7 +49,7 @@ def full_line(facts: StepFacts, known: set[str]) -> str:
 
 
 def fitted_line(facts: StepFacts, width: int) -> str:
-    """The step's fields, as far as they fit; from 72 columns on, reward, loss and gradient norm always do."""
+    """Return the step's fields, as far as they fit; from 72 columns on, reward, loss and gradient norm always do."""
     parts = _parts(facts)
     # A terminal's columns are only spent on trouble.
     if not facts.metrics.get("health/updates_skipped"):

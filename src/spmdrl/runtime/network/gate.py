@@ -266,7 +266,7 @@ def _port_of(server: asyncio.Server) -> int:
 
 
 class AgentRenamed:
-    """Replaces an agent's own address by the way to it, for TensorPipe's further connections.
+    """Replacement of an agent's own address by the way to it, for TensorPipe's further connections.
 
     TensorPipe prefixes frames with 8 bytes of length. The first one on an agent's first connection holds the address
     that the agent listens on; all others pass unchanged.

@@ -72,6 +72,6 @@ activity = Activity()
 
 
 def first_few(names: list[str], most: int = 8) -> str:
-    """Name the first ones, and the number of the rest."""
+    """Name the first few items, and the number of the rest."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

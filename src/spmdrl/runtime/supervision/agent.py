@@ -37,7 +37,7 @@ class Duty:
 
 
 class Agent:
-    """Starts its thread with the first duty; the thread lives as long as the process."""
+    """Thread for duties, started with the first one; it lives as long as the process."""
 
     def __init__(self) -> None:
         self._reset()

@@ -102,7 +102,7 @@ class Board:
 
     own: RankState
     limit_seconds: float
-    """longest time without progress; 0: for ever"""
+    """longest time without progress; 0: no limit"""
     slack_seconds: float = 0.0
     """longest delay of a line"""
     lines: Mapping[int, Line] = field(default_factory=dict)

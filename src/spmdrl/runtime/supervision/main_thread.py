@@ -132,7 +132,7 @@ class _Seen:
 
 
 class WorkSampler:
-    """Samples the main thread of this process some times a second, by the agent.
+    """Sampler of this process's main thread, some times a second, by the agent.
 
     A device's waiting inside a pass counts as work: there, waiting ranks look as busy as working ones.
     """

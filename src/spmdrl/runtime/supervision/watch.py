@@ -65,7 +65,7 @@ class WatchConfig:
     rank: int
     size: int
     limit_seconds: float = 0.0
-    """longest time without progress; 0: for ever"""
+    """longest time without progress; 0: no limit"""
     folder: Path = Path()
     """the run's folder"""
     ranks_per_node: int = 0
@@ -156,7 +156,7 @@ class Lines:
 
 
 class Watch:
-    """Watches this rank and, on rank 0, the others; spreads requests to stop."""
+    """Watch over this rank and, on rank 0, the others; spreads requests to stop."""
 
     def __init__(
         self, config: WatchConfig, store: dist.Store | None, on_hang: OnHang | None = None,

@@ -55,7 +55,7 @@ class PendingCall:
     seconds: float
     """time limit of the call"""
     subject: Subject | None = None
-    """what it is about"""
+    """subject of the call, for strikes; None: none"""
 
 
 @dataclass(frozen=True)

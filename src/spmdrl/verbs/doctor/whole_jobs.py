@@ -123,7 +123,7 @@ def check_vllm(run: StageRun) -> None:
 
 
 def step_settings(run: StageRun) -> dict[str, object]:
-    """Steps of fixed work with a random model."""
+    """Return the settings of steps of fixed work with a random model."""
     num_prompts, num_responses, length = _STEP_SIZES[run.scale]
     return {
         "model.make": _STEP_MODELS[run.scale],

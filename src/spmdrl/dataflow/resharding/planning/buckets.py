@@ -77,7 +77,7 @@ class BucketFilling:
         self._closed: list[tuple[tuple[Piece, ...], int]] = []
 
     def add_weight(self, cells: list[Cell]) -> None:
-        """Add one weight; if larger than a bucket, cells in turn, so that all holders stay busy."""
+        """Add one weight; of one larger than a bucket, pieces from each cell in turn, so that all holders stay busy."""
         whole = _Load(len(self._ranks))
         for number, cell in enumerate(cells):
             whole.add(self._load_of(self._piece(cell.box, cell, number)))

@@ -24,7 +24,7 @@ class Cell:
 
 
 def cells_of(name: str, held: RankedBoxes, wanted: RankedBoxes) -> list[Cell]:
-    """The wanted cells of one weight in row-major order, on the coarsest grid that fits all boxes of both sides."""
+    """Return one weight's wanted cells in row-major order, on the coarsest grid that fits all boxes of both sides."""
     holders, wanters = _ranks_by_box(held), _ranks_by_box(wanted)
     boxes = [*holders, *wanters]
     if not boxes:

@@ -40,7 +40,7 @@ class ReshardPlan:
         return next(block for block in self.blocks if rank in block.ranks)
 
     def num_bytes(self, box: WeightSlice) -> int:
-        """Bytes of a box on the wire."""
+        """Return the bytes of a box on the wire."""
         return box.num_elements * self.element_bytes[box.name]
 
     def transfers(self, bucket: Bucket) -> Iterator[Transfer]:

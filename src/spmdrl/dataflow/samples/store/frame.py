@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
 
 
 def frame_bytes(num_rows: int, num_values: Mapping[str, int]) -> int:
-    """The bytes of a frame with `num_rows` rows and these numbers of values by column (dense: `num_rows`)."""
+    """Return the bytes of a frame with `num_rows` rows and these numbers of values by column (dense: `num_rows`)."""
     return _layout(num_rows, {name: num_values[name] for name in _in_schema_order(tuple(num_values))}).num_bytes
 
 
@@ -214,7 +214,7 @@ def _check_table(num_rows: int, numbers: list[int], num_values: list[int]) -> No
 
 
 def _part(memory: NDArray[np.uint8], start: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`count` values from byte `start` on."""
+    """Return `count` values from byte `start` on."""
     return memory[start : start + count * dtype.itemsize].view(dtype)
 
 

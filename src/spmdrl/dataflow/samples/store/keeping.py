@@ -62,7 +62,7 @@ def _refuse_half_made(lives: RowLives) -> None:
 
 
 def restored(saved: Arrays, fresh: RowLives) -> RowLives:
-    """The lives that `snapshot` saved, in place of `fresh` ones of the same step, with rows in the homes of those.
+    """Return the lives that `snapshot` saved, with rows at the homes that `fresh`, of the same step, gives them.
 
     Raises ValueError for another step, or another set of rows or worker states than the saved one.
     """
@@ -140,7 +140,7 @@ def _columns_of(catalogue: Catalogue, rows: Integers) -> Iterator[tuple[str, Int
 
 
 def column_tensors(batch: Batch, prefix: str = "") -> dict[str, Tensor]:
-    """The columns of a batch under their safetensors names: PREFIX + NAME/values, if ragged NAME/offsets too."""
+    """Return the columns of a batch under their safetensors names: PREFIX + NAME/values, if ragged NAME/offsets too."""
     tensors = {}
     for name in batch.names:
         is_ragged = batch.is_ragged(name)

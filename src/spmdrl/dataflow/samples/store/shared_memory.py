@@ -176,7 +176,7 @@ class Pool:
 
 
 def open_pool(world: World) -> Pool | None:
-    """The memory shared by this node's ranks, made by the first of them; None for a rank alone there.
+    """Return the memory that this node's ranks share, made by the first of them; None for a rank alone there.
 
     Collective over all ranks.
     """

@@ -41,7 +41,7 @@ class RemoteWarehouses:
         return Place(*place.tolist()) if place.numel() else None
 
     def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
-        """The named columns of the rows, in this order. Raises KeyError, naming a missing row and column."""
+        """Return the named columns of the rows, in this order. Raises KeyError, naming a missing row and column."""
         columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
         (frame,) = self._call(warehouse, f"for {_columns_of_rows(names, rows)} from", remote_get, rows, columns)
         return read_frame(frame)

@@ -35,7 +35,7 @@ class WholeGroup:
 
 @dataclass(kw_only=True)
 class GenerationStage:
-    """Runs this rank's engine on its replica's groups. Collective: every rank calls it once per step.
+    """State that runs this rank's engine on its replica's groups. Collective: every rank calls it once per step.
 
     The ranks of a replica get the same responses; the first of them acts for all.
     """

@@ -71,7 +71,7 @@ AnsweredGroup = tuple[OwnGroup, Sequence[Response]]
 
 @dataclass(kw_only=True)
 class PartialGenerationStage(GenerationStage):
-    """Works on more groups than its step trains: each replica stops at its quota, and the rest becomes pending.
+    """Generation of more groups than a step trains: each replica stops at its quota; the rest becomes pending.
 
     Collective: every rank calls it once per step.
     """

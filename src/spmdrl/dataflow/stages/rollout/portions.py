@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 0.001
 
 
 class Portions:
-    """Announces a step's responses in `number` portions; with `arrivals`, scores all but the last during generation."""
+    """A step's responses in `number` portions; with `arrivals`, all but the last are scored during generation."""
 
     def __init__(
         self, number: int, scores: Sequence[ScoreStage], axis: Axis, timeline: Timeline, arrivals: Arrivals | None

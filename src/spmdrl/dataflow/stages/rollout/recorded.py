@@ -18,7 +18,7 @@ from spmdrl.observability.outage import best_effort
 
 
 class RecordedGeneration:
-    """Replays `source`'s records for each step's prompts, or records the responses in `target`.
+    """Generation that replays `source`'s records for each step's prompts, or records the responses in `target`.
 
     Each replica's first rank writes its part of a step. Collective: every rank calls it in each step, at least once.
     """

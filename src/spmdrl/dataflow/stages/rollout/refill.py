@@ -29,7 +29,7 @@ SURPLUS = "surplus"
 
 @dataclass(frozen=True)
 class Refill:
-    """Admits prompts to generation until enough are left for the step, or as often as allowed.
+    """Admission of prompts to generation until enough are left for the step, or as often as allowed.
 
     Its decisions depend on rewards in the order of prompts, so they are the same on every rank and for any number of
     ranks.

@@ -44,7 +44,7 @@ class Meanwhile(Protocol):
 
 
 class Turns(Protocol):
-    """Lets an environment reply between the turns of a row."""
+    """Replies of an environment between the turns of a row."""
 
     def run(
         self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
@@ -53,7 +53,7 @@ class Turns(Protocol):
 
 
 class StopPoint:
-    """Ends a rollout early if a rank of its engine was asked to stop; the same on all of them."""
+    """Early end of a rollout if a rank of its engine was asked to stop; the same on all of them."""
 
     def __init__(self, mesh: GenerationMesh, is_hopeless: Callable[[], object] = bool):
         """`is_hopeless`, a test of this rank's work, ends the rollout as well."""
@@ -63,7 +63,7 @@ class StopPoint:
         self.is_reached = False
 
     def __call__(self) -> bool:
-        """Called before each step of the engine. Every 32nd call is collective over the ranks of the engine."""
+        """Look before each step of the engine. Every 32nd call is collective over the ranks of the engine."""
         if self.is_reached:
             return True
         self._num_steps += 1
@@ -150,7 +150,7 @@ class EndedResponses:
 
 
 class ResponseListener(Protocol):
-    """Receives the responses that ended in one engine step, at once, group by group.
+    """Receiver of the responses that ended in one engine step, at once, group by group.
 
     Those of a group that a later step continues are passed again in the step that trains on it, with its row numbers.
     """

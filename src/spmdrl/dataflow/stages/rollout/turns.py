@@ -40,7 +40,7 @@ EncodeForeign = Callable[[str, str, str], list[int]]
 
 
 class RolloutTurns:
-    """Runs requests whose rows take turns with an environment.
+    """Loop of requests whose rows take turns with an environment.
 
     All ranks of a replica run the same requests; the first has the pool, and sends the results to the others.
     """

@@ -41,7 +41,7 @@ class Graph(Protocol):
 
 
 class CudaCapture:
-    """Captures steps into one memory pool."""
+    """Capture of steps into one memory pool."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -38,7 +38,7 @@ class Lockstep:
 
 
 class RowSteps:
-    """Starts rows, decodes one token per running row and step, and ends rows, in the blocks of one cache."""
+    """Runner that starts rows, decodes one token per running row and step, and ends rows, in one cache's blocks."""
 
     def __init__(
         self, forward: CachedDecoder, drawer: RowDrawer, pipeline: StepPipeline | None, lockstep: Lockstep,

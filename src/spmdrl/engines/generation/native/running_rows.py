@@ -13,7 +13,7 @@ CHOICES_DTYPE = torch.int16
 
 
 class ChoiceRecorder:
-    """Records the router choices of one forward, unchanged; a `Route`."""
+    """`Route` that records the router choices of one forward, unchanged."""
 
     def __init__(self) -> None:
         self._chosen: dict[int, Tensor] = {}

@@ -190,7 +190,7 @@ def logical_shift_right(values: Tensor, num_bits: int) -> Tensor:
 
 
 class RowDrawer:
-    """Draws tokens with the sampling parameters of each row's request."""
+    """Sampler of tokens with the sampling parameters of each row's request."""
 
     def __init__(self, device: torch.device, decode: Decode | None, never: Sequence[int] = ()):
         """Rows with stop strings need `decode`, the text of tokens; the ids in `never` aren't drawn."""

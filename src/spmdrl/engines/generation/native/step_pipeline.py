@@ -44,7 +44,7 @@ class _Started:
 
 
 class StepPipeline:
-    """Starts steps and reads their tokens, in order."""
+    """Queue that starts steps and reads their tokens, in order."""
 
     def __init__(self, step: FixedStep, device: torch.device, drawer: RowDrawer, max_rows: int):
         self._step = step

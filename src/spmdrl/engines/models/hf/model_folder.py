@@ -42,7 +42,7 @@ def is_hub_name(path: str) -> bool:
 def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_FILES, *, key: str = "model.path") -> Path:
     """Return the local folder of `path`; if there is none, its files are fetched from the hub.
 
-    `key` is its place in the config.
+    `key` is the place of `path` in the config.
 
     Raises ValueError if neither a folder nor a hub snapshot is available.
     """
@@ -98,9 +98,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of config.json for this decoder with weights stored in `dtype`.
-
-    Without token ids, which belong to the tokenizer, in generation_config.json.
+    """Return the content of config.json for this decoder with weights stored in `dtype`, but for token ids: these
+    belong to the tokenizer, in generation_config.json.
     """
     family = FAMILIES[config.model_type]
     dtype_name = str(dtype).removeprefix("torch.")

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class WeightSource(Protocol):
-    """Reads weights by name and slice."""
+    """Reader of weights by name and slice."""
 
     def read(self, wanted: WeightSlice, /) -> Tensor:
         """Return the values of one box of a named weight."""

@@ -57,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PaddedPlan:
-    """Maps between packed tokens and the padded blocks."""
+    """Map between packed tokens and the padded blocks."""
 
     blocks: tuple[Block, ...]
     token_of_slot: Tensor

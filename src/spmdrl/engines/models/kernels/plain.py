@@ -141,7 +141,7 @@ def grouped_mm_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) ->
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Passes on a gradient with plain strides: the product's backward fails on others, such as a sum's."""
+    """Identity whose gradient has plain strides: the product's backward fails on others, such as a sum's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 
 class FileWrites(Protocol):
-    """Receives the writes of a part of a run, in order."""
+    """Receiver of the writes of a part of a run, in order."""
 
     def add(self, write: Callable[[], Iterable[Path]]) -> None:
         """Execute, now or later, a function that writes files and returns their paths; it must not communicate."""
@@ -37,12 +37,12 @@ class FileWrites(Protocol):
         ...
 
     def held_weights(self, weights: Weights) -> Weights:
-        """Return the same for weights that are each valid until the next one. Collective if they are gathered."""
+        """Return weights, each valid until the next one, held like tensors. Collective if they are gathered."""
         ...
 
 
 class WritesAtOnce:
-    """Executes each write as it is added, without copies."""
+    """Writes executed as they are added, without copies."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
@@ -139,7 +139,7 @@ class HostCopies:
 
 
 class Snapshot:
-    """Collects the writes of a checkpoint, with copies of the tensors that they read."""
+    """Collection of a checkpoint's writes, with copies of the tensors that they read."""
 
     def __init__(self, copies: HostCopies):
         """Overwrite earlier snapshots in `copies`."""

@@ -72,7 +72,7 @@ def at_places(values_A: Tensor, source_T: Tensor, *, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GatherRatings:
-    """Collects the ratings of all context ranks in the order of the rows, on every rank. Collective over the axis.
+    """Ratings of all context ranks, gathered in the order of the rows on every rank. Collective over the axis.
 
     Backward keeps this rank's part, because every rank computes the same loss of all ratings.
     """
@@ -100,7 +100,7 @@ def attention_of(attend: Attend, placement: Placement, device: torch.device) -> 
 
 
 class WithoutPadding:
-    """Skips the tokens behind the rows: they attend to nothing and get zeros."""
+    """Attention without the tokens behind the rows: they attend to nothing and get zeros."""
 
     def __init__(self, attend: Attend, num_tokens: int):
         self._attend, self._num_tokens = attend, num_tokens

@@ -84,9 +84,8 @@ class RatedTokens:
 
 
 def num_places(offsets: Tensor, context_size: int, kind: ContextKind) -> int:
-    """Return the fewest places that rows with these offsets [B + 1] take on all context ranks together.
-
-    Before rounding up to a multiple of the ranks.
+    """Return the fewest places that rows with these offsets [B + 1] take on all context ranks together, before they are
+    rounded up to a multiple of the ranks.
     """
     return int(_padded_lengths(offsets, context_size, kind).sum())
 
