@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 
 import pytest
 
 from tests.support.jobs import ROOT
-from tests.support.structure import PACKAGE, figures, modules_of, on_a_rows_way, what_runs
+from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a_rows_way, what_runs
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
@@ -52,7 +53,19 @@ def test_classes_and_files_do_one_thing(found):
     assert found["most_imports_of_ours"][0] <= 20, found["most_imports_of_ours"]
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun(found):
+ASKING = '''
+def wait():
+    """Why it waits."""
+class Limits:
+    seconds: float = 0
+    """how long a step may take"""
+    rows: int = 0
+    """number of rows"""
+'''
+
+
+def test_docstrings_and_texts_of_keys_begin_with_a_verb_or_a_noun(found):
+    assert headless({"asking": ast.parse(ASKING)}) == ["Why it waits.", "how long a step may take"]
     assert found["headless_docstrings"] == []
 
 

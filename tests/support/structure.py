@@ -26,7 +26,7 @@ ENTRIES = (
 )  # fmt: skip
 
 SOURCES = {".py", ".cpp", ".h", ".js", ".css", ".html", ".sh", ".sbatch", ".json", ".yaml"}
-QUESTIONS = {"What", "Whether", "Where", "How", "Which", "Who", "When", "That"}
+QUESTIONS = {"what", "whether", "where", "how", "which", "who", "when", "that", "why", "over", "while"}
 
 # From prompt to gradient, without what logs, times, saves or switches.
 ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|runtime/workers|verbs|train")
@@ -210,14 +210,15 @@ def methods_of(trees: Mapping[str, ast.Module]) -> list[tuple[int, str]]:
 
 
 def headless(trees: Mapping[str, ast.Module]) -> list[str]:
-    """Docstrings that begin with a question word instead of a verb or a noun."""
+    """Docstrings and texts of attributes and keys that begin with a question word instead of a verb or a noun."""
     bodies = [node.body for tree in trees.values() for node in ast.walk(tree) if hasattr(node, "body")]
     strings = [
         entry.value.value
         for body in bodies if isinstance(body, list) for entry in body
         if isinstance(entry, ast.Expr) and isinstance(entry.value, ast.Constant) and isinstance(entry.value.value, str)
     ]  # fmt: skip
-    return sorted(text.splitlines()[0] for text in strings if text.split()[:1] and text.split()[0] in QUESTIONS)
+    first_words = [re.match(r"\W*(\w*)", text) for text in strings]
+    return sorted(word.string.splitlines()[0] for word in first_words if word and word[1].lower() in QUESTIONS)
 
 
 def holds_code(path: Path) -> bool:

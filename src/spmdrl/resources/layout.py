@@ -27,14 +27,14 @@ class ResourcesConfig:
     generation: GenerationLayout = field(default_factory=GenerationLayout)
     """layout of the generation shards"""
     timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 1800.0
-    """how long a collective may wait for its slowest rank before the job stops"""
+    """time limit of a collective's wait for its slowest rank, after which the job stops"""
     start_timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 300.0
-    """how long a rank waits for the others at the start; the job then stops and names the missing ones"""
+    """time limit of a rank's wait for the others at the start; then the job stops and names the missing ones"""
     stage_timeout_seconds: Annotated[float, Interval(ge=0, le=_LONGEST_TIMEOUT_SECONDS)] | None = None
-    """how long a rank may make no progress: no engine step, micro-batch, optimizer step, answer of a reward or
+    """longest time of a rank without progress: no engine step, micro-batch, optimizer step, answer of a reward or
     environment, file. Then the job ends with the rank that holds it up and the stacks of all; start-up, the first step
     and checkpoints may take three times as long; null: 600, or twice the longest timeout of rewards and the
-    environment; 0: for ever"""
+    environment; 0: no limit"""
     trusted_network: bool = False
     """connect ranks without proof that they belong to the job, on public addresses too; only for networks whose
     firewall keeps everyone else out: anyone who reaches a port can run code in the job"""

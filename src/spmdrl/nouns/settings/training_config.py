@@ -78,7 +78,7 @@ class TrainingConfig:
     max_tokens_per_microbatch: Annotated[int, Ge(1)] | None = None
     """largest number of tokens in a micro-batch, prompts included; a longer row runs alone; null: 16384, on CPU 2048"""
     max_skipped_in_a_row: Annotated[int, Ge(1)] | None = 10
-    """stop after this many consecutive skipped updates (non-finite loss or gradient); null: never"""
+    """number of consecutive skipped updates (non-finite loss or gradient) after which the run stops; null: never"""
 
     @property
     def num_updates(self) -> int:
