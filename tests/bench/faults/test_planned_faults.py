@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
+from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.observability.fault_points import faultpoint
+from spmdrl.runtime.supervision.stop_request import STOPPED
+from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault, parse_fault
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed
 
@@ -64,6 +69,38 @@ def test_values_are_spoilt_in_place_and_files_by_a_bit(tmp_path):
     arm_fault({VARIABLE: "reshard:0:0:corrupt"})
     faultpoint("reshard", whole := torch.ones(4), path)
     assert whole.ne(1).sum() == 1 and whole.isfinite().all() and path.read_bytes() == b"acc"
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Jobs of one process, and what one comes to that nothing disturbs."""
+    jobs = FaultJobs(tmp_path_factory.mktemp("jobs"), 1)
+    assert jobs.run("whole").is_done
+    return jobs, outcome_of(jobs.root / "whole")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "saved"),
+    [
+        ("init:0:0:raise", 1, 0),
+        ("reshard:0:2:exit", 1, 1),
+        ("dock.get:0:2:sigkill", -signal.SIGKILL, 1),
+        ("eval:0:2:raise", 1, 1),
+        ("shutdown:0:3:exit", 1, 3),
+        # The update is finished, then saved.
+        ("forward:0:1:sigterm", STOPPED, 1),
+    ],
+)
+def test_a_fault_at_any_point_ends_the_job_and_the_same_command_goes_on(jobs, fault, code, saved):
+    jobs, whole = jobs
+    name = fault.replace(":", "_")
+    end = jobs.run(name, fault=fault)
+    assert end.codes == [code] and "comes now" in end.screen, end.screen
+    folders = (jobs.root / name / "checkpoints").glob("step_*")
+    assert max((step_of_folder(path.name) for path in folders), default=0) == saved
+    again = jobs.run(name)
+    assert again.is_done, again.screen
+    assert difference(whole, outcome_of(jobs.root / name)) is None
 
 
 @pytest.mark.ranks
