@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import ctypes
 import os
 import re
@@ -114,6 +115,22 @@ def test_a_rank_decides_by_itself_where_rank_0_answers_no_longer_and_where_it_ha
     assert bool(watch.lines) == bool(found)
     if found:
         assert re.match(found, watch.lines[0]), watch.lines[0]
+
+
+def test_a_rank_that_a_debugger_has_stopped_is_left_alone(tmp_path):
+    watch = WatchThatGoesOn(WatchConfig(0, 1, 0.2, tmp_path), None)
+
+    def stand_still(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not watch.lines:
+            time.sleep(0.01)
+
+    with watch.running():
+        bdb.Bdb().runcall(stand_still, 1.5)
+        assert not watch.lines
+        # The same without a debugger, which has three times as long before the first step.
+        stand_still(30.0)
+    assert watch.lines[0].startswith("rank 0 hangs: no progress for")
 
 
 def hang(how: str, stage: str, rank: int, run: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from tests.bench.faults.planned_faults import VARIABLE
+from tests.engines.training.tiny import make_rows
 from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 
+from spmdrl.job.model.update_troubles import SkippedBatches
 from spmdrl.observability.health import counts_so_far, too_many_skips
 
 KEEPING = ("checkpoint.interval=1", "checkpoint.keep_last=3", "train.max_steps=3")
@@ -45,6 +50,28 @@ def test_nan_on_one_rank_is_skipped_on_all_and_its_rows_are_kept(tmp_path, monke
     records = [json.loads((folder / f"rank_0000{rank}.json").read_text()) for rank in range(2)]
     assert [list(record["not_finite"]) for record in records] == [[], broken]
     assert len(load_file(folder / "rank_00001.safetensors")["offsets"]) == records[1]["rows"] + 1
+
+
+def test_rows_of_the_first_skipped_updates_of_a_run_are_kept_and_no_others(tmp_path):
+    notes = list[str]()
+    run: Any = SimpleNamespace(
+        folder=tmp_path, present_step=1, world=SimpleNamespace(rank=0), console=SimpleNamespace(note=notes.append)
+    )
+    trainer: Any = SimpleNamespace(mesh=SimpleNamespace(model=SimpleNamespace(rank=0)))
+    result: Any = SimpleNamespace(loss=math.nan, grad_norm=math.nan, lr=0.1)
+    kept = SkippedBatches(run)
+    for step in range(1, 7):
+        run.present_step = step
+        kept.keep("policy", trainer, make_rows(), result)
+    # Those from before a resume count too.
+    kept = SkippedBatches(run)
+    for step in range(7, 12):
+        run.present_step = step
+        kept.keep("policy", trainer, make_rows(), result)
+    assert len(notes) == 8
+    assert {path.name for path in (tmp_path / "skipped").iterdir()} == {
+        f"step_{step:06d}_policy_{step}" for step in range(1, 9)
+    }
 
 
 @pytest.mark.ranks
