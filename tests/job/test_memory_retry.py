@@ -40,15 +40,20 @@ def test_a_rank_that_runs_out_in_a_forward_pass_stays_in_step_and_all_do_it_agai
 
 
 @pytest.mark.ranks
-def test_where_ranks_cannot_stay_in_step_the_next_attempt_begins_with_half(tmp_path, monkeypatch):
-    finished(train(tmp_path, "whole", ranks=2))
-    monkeypatch.setenv(VARIABLE, "backward:1:2:oom:1")
-    job = train(tmp_path, "out", ranks=2)
+@pytest.mark.parametrize(
+    ("stage", "layout"), [("backward", "shard"), pytest.param("forward", "tensor", marks=pytest.mark.slow)]
+)
+def test_where_ranks_cannot_stay_in_step_the_next_attempt_begins_with_half(tmp_path, monkeypatch, stage, layout):
+    layout = f"resources.update={{{layout}: 2}}"
+    finished(train(tmp_path, "whole", layout, ranks=2))
+    monkeypatch.setenv(VARIABLE, f"{stage}:1:2:oom:1")
+    job = train(tmp_path, "out", layout, ranks=2)
     assert job.returncode == 1 and "Traceback" not in job.stderr
     assert job.stderr.count("OutOfMemory: stage update needs more memory") == 1
     assert "the same command goes on with 64" in job.stderr and "it held optimizer" in job.stderr
     monkeypatch.delenv(VARIABLE)
-    assert "train.max_tokens_per_microbatch is 64: 128 were more" in finished(train(tmp_path, "out", ranks=2)).stdout
+    again = finished(train(tmp_path, "out", layout, ranks=2))
+    assert "train.max_tokens_per_microbatch is 64: 128 were more" in again.stdout
     check_same(tmp_path)
 
 

@@ -18,6 +18,7 @@ from tests.engines.training.tiny import make_engine, make_rows, weighted_nll, wh
 from tests.support.ranks import run_ranks
 
 MAX_TOKENS = 20
+SHARING = ("tensor", "context", "pipeline")
 
 
 class Refusing(torch.autograd.Function):
@@ -99,6 +100,21 @@ def run_out_in_backward(world: World) -> tuple[Any, Any, int]:
         layer.register_forward_hook(lambda module, inputs, output: Refusing.apply(output))
     rows = make_rows().select([[0, 1, 2], [3, 4, 5, 6]][world.rank])
     return engine.update(rows, weighted_nll), plain.update(rows, weighted_nll), engine.fitted.limit.num_halvings
+
+
+def stays_in_step(world: World) -> dict[str, tuple[bool, bool]]:
+    """By axis, whether a rank of its two that runs out in a forward pass, or a backward pass, stays in step."""
+    layouts = {axis: UpdateLayout(**({"shard": 1} | {axis: 2})) for axis in ("data", "shard", *SHARING)}
+    layouts["expert"] = UpdateLayout(shard=2, expert=2)
+    models = {axis: make_engine(world, layout=layout).model for axis, layout in layouts.items()}
+    return {axis: (model.forwards_alone, model.is_plain) for axis, model in models.items()}
+
+
+@pytest.mark.ranks
+def test_ranks_that_share_a_pass_cannot_stay_in_step():
+    for found in run_ranks(2, stays_in_step):
+        assert (found.pop("data"), found.pop("shard")) == ((True, True), (True, False))
+        assert found == dict.fromkeys((*SHARING, "expert"), (False, False))
 
 
 @pytest.mark.ranks
