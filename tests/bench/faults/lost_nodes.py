@@ -64,10 +64,11 @@ class _Launched:
         return next((line for line in reversed(lines) if line.startswith("spmdrl: ")), "")
 
 
-def lost_nodes(root: Path, *, part: tuple[int, int]) -> list[Tally]:
-    """Cut nodes off, one per job; where this system has no namespaces, nothing is tried."""
+def lost_nodes(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tally]:
+    """Cut nodes off, one per job, or one of two; where this system has no namespaces, nothing is tried."""
+    num_nodes, cuts = (2, _CUTS[-1:]) if is_short else (_NUM_NODES, _CUTS)
     stopped, named, finished = (
-        Tally("nodes", f"link of one of {_NUM_NODES} nodes cut: {what}")
+        Tally("nodes", f"link of one of {num_nodes} nodes cut: {what}")
         for what in (
             f"all launchers end within {_MOST_SECONDS:g} s",
             "each of the other nodes names it, and it what it lost",
@@ -77,11 +78,11 @@ def lost_nodes(root: Path, *, part: tuple[int, int]) -> list[Tally]:
     if reason := refusal():
         return [Tally("nodes", f"not tried: {reason}")]
     number, count = part
-    jobs = FaultJobs(root, _NUM_NODES, *_SETTINGS)
-    with emulated_nodes(_NUM_NODES, _LINK_BYTES_PER_SECOND) as nodes:
+    jobs = FaultJobs(root, num_nodes, *_SETTINGS)
+    with emulated_nodes(num_nodes, _LINK_BYTES_PER_SECOND) as nodes:
         _run_to_end(nodes, jobs, "whole")
         whole = outcome_of(root / "whole")
-        for lost, stage in _CUTS[number::count]:
+        for lost, stage in cuts[number::count]:
             name = f"cut_{lost}_{stage}"
             _cut_off(nodes, jobs, name, lost, stage, stopped, named)
             with finished.timed(name) as problems:

@@ -27,13 +27,16 @@ from tests.support.jobs import environment
 def test_a_few_faults_of_each_kind_are_survived(tmp_path):
     out = tmp_path / "rows.json"
     command = [sys.executable, "-m", "tests.bench", "faults", "--short", "--json", str(out)]
-    job = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    job = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=1200)
     assert job.returncode == 0, job.stdout + job.stderr
     rows = json.loads(out.read_text())["rows"]
     assert {row["id"] for row in rows} == {
-        "R1", "R14", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R12", "R13", "tools",
+        "R1", "R14", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R11", "R12", "R13", "tools", "nodes", "switch",
     }  # fmt: skip
-    assert all(row["survived"] == row["injected"] > 0 for row in rows), rows
+    # Namespaces are not everywhere; the row says what is missing.
+    tried = [row for row in rows if not row["fault"].startswith("not tried: ")]
+    assert {row["id"] for row in rows if row not in tried} <= {"nodes"}
+    assert all(row["survived"] == row["injected"] > 0 for row in tried), rows
 
 
 TWO_RANKS = """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.bench.faults.fault_jobs import FaultJobs, JobEnd, TimedKill, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
@@ -38,7 +39,7 @@ def kills(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tally]:
             again = jobs.run(name)
             problem = problem or (difference(whole, outcome_of(root / name)) if again.is_done else again.screen[-400:])
             problems += [problem] if problem else []
-    return [killed, *after.tallies]
+    return [killed, *after.tallies, *([] if number else [_restarts(jobs, whole, is_short=is_short)])]
 
 
 class AfterKill:
@@ -66,19 +67,16 @@ class AfterKill:
         return end
 
 
-def restarts(root: Path, *, is_short: bool) -> list[Tally]:
+def _restarts(jobs: FaultJobs, whole: Mapping[str, Any], *, is_short: bool) -> Tally:
     """The same under torchrun, which starts the ranks anew by itself."""
-    jobs = FaultJobs(root, 2)
-    whole = root / "under_torchrun"
-    _torchrun(jobs.command(whole.name), "")
     tally = Tally("R1", "SIGKILL of a rank under torchrun --max-restarts 1")
     for stage, rank in (("backward", 1),) if is_short else (("backward", 1), ("generate", 0), ("checkpoint.write", 1)):
         name = f"restarted_{stage}"
         with tally.timed(f"{stage} of rank {rank}") as problems:
             code = _torchrun(jobs.command(name), f"{stage}:{rank}:2:sigkill")
-            problem = difference(outcome_of(whole), outcome_of(root / name)) if code == 0 else f"exit code {code}"
+            problem = difference(whole, outcome_of(jobs.root / name)) if code == 0 else f"exit code {code}"
             problems += [problem] if problem else []
-    return [tally]
+    return tally
 
 
 def _stages_and_ranks(is_short: bool) -> Iterator[tuple[str, int]]:

@@ -38,21 +38,23 @@ def resumed(root: Path, *, is_short: bool) -> list[Tally]:
     return tallies
 
 
-def fewer_ranks(root: Path) -> list[Tally]:
+def fewer_ranks(root: Path, *, is_short: bool) -> list[Tally]:
     """A run begins on 4 ranks and goes on with 2 and then 1: the same prompts in the same order, the same losses."""
-    tally, folder = Tally("R5", "4 -> 2 -> 1 ranks: prompts in the same order, losses within 1e-6"), root / "fewer"
+    worlds, num_steps, cases = ((2, 1), 3, ((1,),)) if is_short else ((4, 2, 1), 6, ((1, 2), (2, 4), (3, 5)))
+    way, folder = " -> ".join(map(str, worlds)), root / "fewer"
+    tally = Tally("R5", f"{way} ranks: prompts in the same order, losses within 1e-6")
     folder.mkdir()
-    steps = ("train.max_steps=6", "log.samples_per_step=1000")
-    four, two, one = (FaultJobs(folder, num_ranks, *steps) for num_ranks in (4, 2, 1))
-    if not four.run("whole").is_done:
+    steps = (f"train.max_steps={num_steps}", "log.samples_per_step=1000")
+    *earlier, last = jobs = [FaultJobs(folder, num_ranks, *steps) for num_ranks in worlds]
+    if not jobs[0].run("whole").is_done:
         raise RuntimeError(f"the undisturbed run failed: {folder / 'whole.screen'}")
-    for first, second in ((1, 2), (2, 4), (3, 5)):
-        name = f"parts_{first}_{second}"
-        with tally.timed(f"2 ranks after step {first}, 1 after step {second}") as problems:
-            four.run(name, fault=f"data:3:{first + 1}:exit")
-            two.run(name, fault=f"data:1:{second + 1}:exit")
-            end = one.run(name)
-            is_resumed = f"after step {second}" in end.screen
+    for stops in cases:
+        name = "_".join(map(str, ("parts", *stops)))
+        with tally.timed(f"fewer after steps {stops}") as problems:
+            for part, stop in zip(earlier, stops, strict=True):
+                part.run(name, fault=f"data:{part.num_ranks - 1}:{stop + 1}:exit")
+            end = last.run(name)
+            is_resumed = f"after step {stops[-1]}" in end.screen
             problems += [] if is_resumed else [f"it didn't go on: {end.screen[-400:]}"]
             problems += (
                 [] if end.is_done and _learned_alike(folder / "whole", folder / name) else ["it learned another"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,8 @@ _MOST_ENDING_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
 _LONGEST_SECONDS = 90.0
 _LAST_STEP = 3
+# All kinds are among so many.
+_MANY = 200
 _POINTS = {
     "data": BETWEEN, "generate": "generation", "dock.get": "", "dock.put": "", "reward": "reward",
     "score": "(?:old_logprobs|probe)", "logprob": "old_logprobs", "advantage": "advantage", "forward": "update",
@@ -126,6 +128,12 @@ def all_hangs(count: int) -> list[Hang]:
     ]
 
 
+def few_hangs() -> list[Hang]:
+    """Three ways in which a main thread gets no further, each in its quickest job."""
+    drawn = sorted(all_hangs(_MANY), key=lambda hang: (hang.num_ranks, hang.most_seconds))
+    return [next(hang for hang in drawn if hang.way == way) for way in ("sleep", "collective", "tool")]
+
+
 def _kinds() -> Iterator[Hang]:
     for num_ranks in (1, 2):
         for rank in range(num_ranks):
@@ -142,7 +150,7 @@ def _kinds() -> Iterator[Hang]:
                     yield Hang("collective", rank, num_ranks, stage, 2, 0)
 
 
-def hangs(root: Path, *, count: int, part: tuple[int, int]) -> list[Tally]:
+def hangs(root: Path, drawn: Sequence[Hang], *, part: tuple[int, int]) -> list[Tally]:
     """All must be named in time, and their jobs end."""
     named = {
         way: Tally("R2", f"hang: {what}")
@@ -154,7 +162,7 @@ def hangs(root: Path, *, count: int, part: tuple[int, int]) -> list[Tally]:
         }.items()
     }  # fmt: skip
     ended = Tally("R2", f"a job that hangs ends with an exit code within {_MOST_ENDING_SECONDS:g} s of that")
-    for index, hang in enumerate(all_hangs(count)):
+    for index, hang in enumerate(drawn):
         if index % part[1] == part[0]:
             folder = root / f"hang_{index}"
             folder.mkdir()

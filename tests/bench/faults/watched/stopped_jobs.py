@@ -36,6 +36,7 @@ _SETTINGS = {
 _UNSAVED = "checkpoint.interval=0"
 # Most of them train; the loop of the other three is one.
 _VERBS = (*["train"] * 7, "sft", "preferences", "reward-model")
+_COUNT = 60
 _MOST_APART_SECONDS = 5.0
 _LONGEST_STEP_SECONDS = 0.5
 _LOOK_SECONDS = 0.005
@@ -83,11 +84,13 @@ def _random_stop(random: Random, number: int) -> Stop:
     return Stop(verb, num_ranks, reason, ranks, random.random() * _MOST_APART_SECONDS, before, later)
 
 
-def stops(root: Path, *, count: int, part: tuple[int, int]) -> list[Tally]:
+def stops(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tally]:
     """Each is stopped at its moment and goes on; what it comes to is what the undisturbed run came to."""
     tally = Tally("R11", "SIGTERM, SIGUSR1 or a time limit at a random moment, then the same command")
     whole = _WholeRuns(root)
-    for index, stop in enumerate(random_stops(count)):
+    drawn = random_stops(_COUNT)
+    of_all_ranks = [stop for stop in drawn if stop.verb == "train" and len(stop.ranks) > 1]
+    for index, stop in enumerate(of_all_ranks[:1] if is_short else drawn):
         if index % part[1] == part[0]:
             jobs = whole.jobs(stop)
             with tally.timed(str(stop)) as problems:
