@@ -63,7 +63,7 @@ def check_graphs(run: StageRun) -> None:
 def _cache_gib(sizes: GraphSizes) -> float:
     model, block_size = sizes.model, RolloutConfig().block_size
     num_tokens = sizes.num_rows * (sizes.prompt_length + sizes.num_rows * sizes.tokens_per_row + 2 * block_size)
-    return num_tokens * model.num_layers * model.num_kv_heads * (model.head_size + model.value_head_size) * 4 / 2**30
+    return num_tokens * sum(mixer.state(1).token_size for mixer in model.mixers) * 4 / 2**30
 
 
 def _requests(sizes: GraphSizes) -> list[Request]:

@@ -81,8 +81,7 @@ def engine_of(
 def rollout_of(config: DecoderConfig, schedule: Schedule, tensor: int) -> RolloutConfig:
     gib = None
     if schedule.is_tight:
-        num_heads = config.num_kv_heads // tensor
-        token_bytes = 4 * config.num_layers * num_heads * (config.head_size + config.value_head_size)
+        token_bytes = 4 * sum(mixer.state(tensor).token_size for mixer in config.mixers)
         num_blocks = 1 + -(-(max(map(len, PROMPTS)) + GREEDY.max_tokens - 1) // BLOCK_SIZE) + 3
         gib = num_blocks * BLOCK_SIZE * token_bytes / 2**30
     return small_rollout(block_size=BLOCK_SIZE, **schedule.rollout, **({} if gib is None else {"kv_cache_gib": gib}))

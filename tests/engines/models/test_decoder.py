@@ -72,8 +72,8 @@ def test_sharding_in_bfloat16_leaves_the_rotation_in_float32(tmp_path: Path) -> 
     tiny_model(Qwen3Config, {}, tied=True).save_pretrained(tmp_path)
     decoder = load_decoder(tmp_path)
     seen: list[tuple[torch.dtype, torch.dtype]] = []
-    decoder.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, inputs: seen.append((inputs[0].dtype, inputs[1].cos.dtype))
+    decoder.layers[0].mixer.register_forward_pre_hook(
+        lambda module, inputs: seen.append((inputs[0].dtype, inputs[1].of(decoder.config.mixers[0].rope).cos.dtype))
     )
     dist.init_process_group(BACKENDS[chosen_kind()], store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -130,7 +130,7 @@ def test_spans_in_a_row_are_the_whole_decoder(family: str, tied: bool) -> None:
     parts = [filled(span) for span in spans]
     names = [name for part in parts for name in part.state_dict()]
     assert set(names) == set(weights.names) and len(names) == len(weights.names) + tied
-    assert [layer.self_attn.layer for part in parts for layer in part.layers] == [0, 1, 2, 3]
+    assert [layer.mixer.layer for part in parts for layer in part.layers] == [0, 1, 2, 3]
 
     positions_T = torch.cat((torch.arange(4), torch.arange(5))).to(chosen_device())
     tokens_T = torch.randint(config.vocab_size, (9,)).to(chosen_device())

@@ -190,8 +190,10 @@ def test_the_published_deepseek_v3_config_is_read_without_the_layers_for_further
         num_shared_experts=1,
         dense_layers=(0, 1, 2),
     )
+    state, rope = config.mixers[0].state(1), config.mixers[0].rope
+    assert rope is not None
     assert config.rope_scaling == YarnScaling(factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
-    assert (config.head_size, config.value_head_size, config.rotary_size) == (192, 128, 64)
+    assert [state.head_size, state.value_head_size, rope.size] == [192, 128, 64]
     shapes = parameter_shapes(config)
     assert 670e9 < sum(math.prod(shape) for shape in shapes.values()) < 672e9
     assert not any(name.startswith("model.layers.61.") for name in shapes)

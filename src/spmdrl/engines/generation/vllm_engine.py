@@ -257,10 +257,10 @@ def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -
     """Return the bytes of one token in one rank's KV cache, divided over this many ranks."""
     if config.latent is not None:
         # Every rank caches the vector that all heads share.
-        size = config.latent.key_value_rank + config.latent.rotary_size
+        size = config.num_layers * (config.latent.key_value_rank + config.latent.rotary_size)
     else:
-        size = max(1, config.num_kv_heads // num_ranks) * (config.head_size + config.value_head_size)
-    return config.num_layers * size * dtype.itemsize
+        size = sum(mixer.state(num_ranks).token_size for mixer in config.mixers)
+    return size * dtype.itemsize
 
 
 def _reload_leaves_experts(llm: Any) -> bool:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from spmdrl.engines.models.latent import LatentAttention
-from spmdrl.engines.models.layers import Attend, FeedForward, Linear, RMSNorm, Rotation
+from spmdrl.engines.models.attention import AttentionConfig
+from spmdrl.engines.models.latent import LatentMixer
+from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm
 from spmdrl.engines.models.lora import add_adapters, is_adapter
+from spmdrl.engines.models.mixers import Mixer, Rope, Rotations
 from spmdrl.engines.models.moe import Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
 from spmdrl.nouns.partition import RowCost
@@ -112,45 +115,31 @@ class DecoderConfig:
         """True if the attention's output projection has a bias: never in Qwen2 and Seed-OSS."""
         return self.attention_bias and self.model_type not in ("qwen2", "seed_oss")
 
-    @property
-    def rotary_size(self) -> int:
-        """Size of the rotated part of each query and key."""
-        return self.head_size if self.latent is None else self.latent.rotary_size
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Mixer of each layer."""
+        return tuple(self._mixer(layer) for layer in range(self.num_layers))
 
     @property
-    def value_head_size(self) -> int:
-        """Head size of the values."""
-        return self.head_size if self.latent is None else self.latent.value_size
+    def ropes(self) -> set[Rope]:
+        """Kinds of rotary embedding."""
+        return {mixer.rope for mixer in self.mixers if mixer.rope is not None}
 
-
-class SelfAttention(nn.Module):
-    """Projections, head norms and rotation around the caller's attention."""
-
-    def __init__(self, config: DecoderConfig, layer: int):
-        super().__init__()
-        query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.layer = layer
-        self.head_size = config.head_size
-        self.rotates = layer not in config.unrotated_layers
-        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
-
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THK, k_TJK = self.q_norm(q_THK), self.k_norm(k_TJK)
-        if self.rotates:
-            q_THK, k_TJK = rotation.apply(q_THK), rotation.apply(k_TJK)
-        attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK)
-        return self.o_proj(attended_THK.flatten(-2))
-
-    def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value projections; replaced from outside by a single product."""
-        return self.q_proj(hidden_TD), self.k_proj(hidden_TD), self.v_proj(hidden_TD)
+    def _mixer(self, layer: int) -> Mixer:
+        if self.latent is not None:
+            rope = Rope(self.rope_theta, self.latent.rotary_size, self.rope_scaling)
+            return LatentMixer(self.latent, self.hidden_size, self.num_heads, rope, self.attention_bias)
+        return AttentionConfig(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            rope=None if layer in self.unrotated_layers else Rope(self.rope_theta, self.head_size, self.rope_scaling),
+            rms_eps=self.rms_eps,
+            qk_norm=self.qk_norm,
+            bias=self.attention_bias,
+            output_bias=self.output_bias,
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -158,28 +147,22 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.self_attn = _attention(config, layer)
+        self._mixer_name = config.mixers[layer].name
+        self.add_module(self._mixer_name, config.mixers[layer].build(layer))
         self.mlp = _feed_forward(config, layer)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend, route: Route | None = None) -> Tensor:
-        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), rotation, attend)
+    @property
+    def mixer(self) -> nn.Module:
+        """Attention, or what the layer has in its place."""
+        return self.get_submodule(self._mixer_name)
+
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend, route: Route | None = None) -> Tensor:
+        hidden_TD = hidden_TD + self.mixer(self.input_layernorm(hidden_TD), rotations, attend)
         normed_TD = self.post_attention_layernorm(hidden_TD)
         is_sparse = isinstance(self.mlp, SparseFeedForward)
         return hidden_TD + (self.mlp(normed_TD, route) if is_sparse else self.mlp(normed_TD))
-
-
-def _attention(config: DecoderConfig, layer: int) -> SelfAttention | LatentAttention:
-    if config.latent is None:
-        return SelfAttention(config, layer)
-    return LatentAttention(
-        config.latent,
-        layer,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        bias=config.attention_bias,
-    )
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> FeedForward | SparseFeedForward:
@@ -220,10 +203,10 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(span.first, span.stop)})
         self.norm = RMSNorm(config.hidden_size, config.rms_eps) if span.heads else None
 
-    def forward(self, inputs: Tensor, rotation: Rotation, attend: Attend, route: Route | None) -> Tensor:
+    def forward(self, inputs: Tensor, rotations: Rotations, attend: Attend, route: Route | None) -> Tensor:
         hidden_TD = self.embedding(inputs) if self.embeds else inputs
         for layer in self.layers.values():
-            hidden_TD = layer(hidden_TD, rotation, attend, route)
+            hidden_TD = layer(hidden_TD, rotations, attend, route)
         return hidden_TD if self.norm is None else self.norm(hidden_TD)
 
     @property
@@ -278,9 +261,7 @@ class Decoder(nn.Module):
         `inputs` are token ids [T] if the span embeds, else hidden states. Positions count from 0 in each row. The head
         is called inside the forward of the weight's module, so that sharding hooks see the use of the weight.
         """
-        config = self.config
-        rotation = Rotation(positions_T, config.rotary_size, config.rope_theta, config.rope_scaling)
-        hidden_TD = self.model(inputs, rotation, attend, route)
+        hidden_TD = self.model(inputs, Rotations(positions_T, self.config.ropes), attend, route)
         if not self.span.heads:
             return hidden_TD
         own_head = self.lm_head or self.score
@@ -290,28 +271,13 @@ class Decoder(nn.Module):
 def row_cost_of(config: DecoderConfig) -> RowCost:
     """Count floating-point operations of a forward pass: two per weight that a token uses, and causal attention."""
     num_sparse = 0 if config.moe is None else config.num_layers - len(config.moe.dense_layers)
-    weights = config.num_layers * _attention_weights(config) + config.num_outputs * config.hidden_size
+    weights = sum(mixer.num_weights for mixer in config.mixers) + config.num_outputs * config.hidden_size
     weights += (config.num_layers - num_sparse) * 3 * config.hidden_size * config.intermediate_size
     if config.moe is not None:
         weights += num_sparse * _sparse_weights(config.hidden_size, config.moe)
     # A token attends to half of its row on average.
-    attended = config.num_layers * config.num_heads * (config.head_size + config.value_head_size)
+    attended = sum(mixer.attended_size for mixer in config.mixers)
     return RowCost(per_token=2 * weights, per_token_squared=attended)
-
-
-def _attention_weights(config: DecoderConfig) -> int:
-    """Count elements of one layer's projections around attention."""
-    latent = config.latent
-    if latent is None:
-        return config.hidden_size * config.head_size * 2 * (config.num_heads + config.num_kv_heads)
-    query_size = config.num_heads * config.head_size
-    if latent.query_rank is None:
-        queries = config.hidden_size * query_size
-    else:
-        queries = latent.query_rank * (config.hidden_size + query_size)
-    compressed = config.hidden_size * (latent.key_value_rank + latent.rotary_size)
-    expanded = latent.key_value_rank * config.num_heads * (latent.plain_size + latent.value_size)
-    return queries + compressed + expanded + config.num_heads * latent.value_size * config.hidden_size
 
 
 def _sparse_weights(hidden_size: int, moe: MoeConfig) -> int:

@@ -9,23 +9,79 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.layers import Attend, Linear, RMSNorm, Rotation
+from spmdrl.engines.models.mixers import INPUTS, OUTPUTS, HeadCut, KeyBlocks, Rope, Rotations
 from spmdrl.nouns.settings.model_sizes import LatentConfig
 
 # Constant in transformers' DeepSeek norms of the compressed vectors, whatever rms_norm_eps is.
 _LATENT_EPS = 1e-6
 
 
+@dataclass(frozen=True)
+class LatentMixer:
+    """Sizes of one layer's latent attention; a `Mixer`."""
+
+    name: ClassVar[str] = "self_attn"
+
+    sizes: LatentConfig
+    hidden_size: int
+    num_heads: int
+    rope: Rope
+    bias: bool
+    """True if the compressing and the output projections have biases."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def cuts(self) -> Mapping[str, HeadCut]:
+        by_heads = HeadCut(OUTPUTS, self.num_heads)
+        return {
+            "q_proj": by_heads,
+            "q_b_proj": by_heads,
+            "kv_b_proj": by_heads,
+            "o_proj": HeadCut(INPUTS, self.num_heads),
+        }
+
+    @property
+    def num_weights(self) -> int:
+        sizes = self.sizes
+        query_size = self.num_heads * sizes.head_size
+        if sizes.query_rank is None:
+            queries = self.hidden_size * query_size
+        else:
+            queries = sizes.query_rank * (self.hidden_size + query_size)
+        compressed = self.hidden_size * (sizes.key_value_rank + sizes.rotary_size)
+        expanded = sizes.key_value_rank * self.num_heads * (sizes.plain_size + sizes.value_size)
+        return queries + compressed + expanded + self.num_heads * sizes.value_size * self.hidden_size
+
+    @property
+    def attended_size(self) -> int:
+        return self.num_heads * (self.sizes.head_size + self.sizes.value_size)
+
+    def state(self, num_ranks: int) -> KeyBlocks:
+        return KeyBlocks(self.num_heads // num_ranks, self.sizes.head_size, self.sizes.value_size)
+
+    def build(self, layer: int) -> nn.Module:
+        return LatentAttention(self, layer)
+
+
 class LatentAttention(nn.Module):
     """Compression, expansion and rotation around the caller's attention, with transformers' names."""
 
-    def __init__(self, config: LatentConfig, layer: int, *, hidden_size: int, num_heads: int, bias: bool):
+    def __init__(self, mixer: LatentMixer, layer: int):
         super().__init__()
-        self.config = config
+        self.config, self.rope = mixer.sizes, mixer.rope
         self.layer = layer
+        config, hidden_size, num_heads, bias = mixer.sizes, mixer.hidden_size, mixer.num_heads, mixer.bias
         query_size = num_heads * config.head_size
         if config.query_rank is None:
             self.q_proj = Linear(hidden_size, query_size, bias=False)
@@ -39,7 +95,8 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(config.key_value_rank, expanded_size, bias=False)
         self.o_proj = Linear(num_heads * config.value_size, hidden_size, bias=bias)
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        rotation = rotations.of(self.rope)
         q_THK = self._queries(hidden_TD, rotation)
         k_THK, v_THU = self._keys_and_values(hidden_TD, rotation)
         return self.o_proj(attend(self.layer, q_THK, k_THK, v_THU).flatten(-2))

@@ -77,6 +77,9 @@ class Linear(nn.Linear):
 class FeedForward(nn.Module):
     """SwiGLU feed-forward layer (arXiv:2002.05202, eq. 6)."""
 
+    joined = ("gate_proj", "up_proj")
+    """Projections of the same input, which `project` computes."""
+
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False):
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)

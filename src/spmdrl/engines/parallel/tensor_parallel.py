@@ -42,7 +42,8 @@ def check_tensor_parallel(config: DecoderConfig, tensor: int, key: str) -> None:
     """
     complaint = _complaint(config, tensor)
     if complaint:
-        usable = [degree for degree in range(1, config.num_heads + 1) if not _complaint(config, degree)]
+        most = max(mixer.num_heads for mixer in config.mixers)
+        usable = [degree for degree in range(1, most + 1) if not _complaint(config, degree)]
         raise ValueError(f"{key} is {tensor}, but {complaint}; set it to one of {usable}")
 
 
@@ -51,8 +52,9 @@ def _complaint(config: DecoderConfig, tensor: int) -> str | None:
     for name, width in _widths(config).items():
         if width % tensor:
             return f"it must divide the model's {name} {width}"
-    if config.num_kv_heads % tensor and tensor % config.num_kv_heads:
-        return f"it must divide the model's num_key_value_heads {config.num_kv_heads} or be a multiple of it"
+    for num_kv_heads in {mixer.num_kv_heads for mixer in config.mixers}:
+        if num_kv_heads % tensor and tensor % num_kv_heads:
+            return f"it must divide the model's num_key_value_heads {num_kv_heads} or be a multiple of it"
     if -(-config.vocab_size // tensor) * (tensor - 1) >= config.vocab_size:
         return f"it gives some rank no part of the model's vocab_size {config.vocab_size}"
     return None
@@ -86,7 +88,7 @@ def apply_tensor_parallel(
     if "model.embed_tokens.weight" in parts.shapes:
         decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embedding.weight, vocabulary, shares_tokens)
     for layer in decoder.layers:
-        for block in (layer.self_attn, layer.mlp):
+        for block in (layer.mixer, layer.mlp):
             (_share_tokens if shares_tokens else _sum_outputs)(block, axis)
 
 
@@ -125,7 +127,7 @@ def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
     """Scale a bias whose projection's outputs are summed, so that it counts once."""
     path, _, kind = name.rpartition(".")
     parent, _, projection = path.rpartition(".")
-    if is_summed(projection) and kind == "bias":
+    if kind == "bias" and is_summed(decoder.config, name):
         linear = decoder.get_submodule(path)
         assert isinstance(linear, Linear), name
         if isinstance(linear, AdaptedLinear):

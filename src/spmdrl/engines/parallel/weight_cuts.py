@@ -1,11 +1,11 @@
 """Cuts of a decoder's weights over ranks: one table, for modules and for resharding plans.
 
-A new projection is a line of `_TENSOR_CUTS`, under its module's name.
+A mixer has its own cuts (`Mixer.cuts`); those of all other projections are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,28 +13,14 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.lora import is_adapter
+from spmdrl.engines.models.mixers import INPUTS, OUTPUTS, HeadCut
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.resources.mesh import Axis
 
-_OUTPUTS, _INPUTS = 0, 1
-"""Dims of a projection's weight."""
-_TENSOR_CUTS = {
-    "embed_tokens": (_OUTPUTS, "vocabulary"),
-    "lm_head": (_OUTPUTS, "vocabulary"),
-    "q_proj": (_OUTPUTS, "heads"),
-    "q_b_proj": (_OUTPUTS, "heads"),
-    "kv_b_proj": (_OUTPUTS, "heads"),
-    "k_proj": (_OUTPUTS, "key heads"),
-    "v_proj": (_OUTPUTS, "key heads"),
-    "gate_proj": (_OUTPUTS, "columns"),
-    "up_proj": (_OUTPUTS, "columns"),
-    # Their inputs are the cut outputs of others, so the ranks' results add up.
-    "o_proj": (_INPUTS, "heads"),
-    "down_proj": (_INPUTS, "columns"),
-}
-"""Unit and dim by which the tensor axis cuts each projection. The rest stays whole: norms, routers, value heads, and
-MLA's down projections, which all heads share."""
-_ADAPTER_OF_SIDE = {_OUTPUTS: "lora_B", _INPUTS: "lora_A"}
+_SIDES = {"embed_tokens": OUTPUTS, "lm_head": OUTPUTS, "gate_proj": OUTPUTS, "up_proj": OUTPUTS, "down_proj": INPUTS}
+"""Dim by which the tensor axis cuts the tokens of the vocabulary, or a feed-forward's columns. The rest stays whole:
+norms, routers, value heads, and MLA's down projections, which all heads share."""
+_ADAPTER_OF_SIDE = {OUTPUTS: "lora_B", INPUTS: "lora_A"}
 """Matrix of an adapter that is cut with its projection; the other one is replicated."""
 
 
@@ -66,22 +52,27 @@ def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> Tensor
     projection, first = (kind, 1) if is_of_experts(name) else (module, 0)
     if is_adapter(name):
         projection = name.split(".")[-3]
-    if projection not in _TENSOR_CUTS or (is_summed(projection) and kind == "bias"):
+    by_heads = _head_cuts(config, name).get(projection)
+    side = _SIDES.get(projection) if by_heads is None else by_heads.side
+    if side is None or (side == INPUTS and kind == "bias") or (is_adapter(name) and module != _ADAPTER_OF_SIDE[side]):
         return None
-    side, units = _TENSOR_CUTS[projection]
-    if is_adapter(name) and module != _ADAPTER_OF_SIDE[side]:
-        return None
-    dim = first + side
-    if units == "heads":
-        return TensorCut(dim, config.num_heads)
-    if units == "key heads":
-        return TensorCut(dim, config.num_heads, config.num_heads // config.num_kv_heads)
-    return TensorCut(dim, shape[dim])
+    if by_heads is not None:
+        return TensorCut(first + side, by_heads.num_heads, by_heads.heads_per_slot)
+    return TensorCut(first + side, shape[first + side])
 
 
-def is_summed(projection: str) -> bool:
-    """Return True if a projection's outputs are partial sums over the tensor axis, because its inputs are cut."""
-    return projection in _TENSOR_CUTS and _TENSOR_CUTS[projection][0] == _INPUTS
+def _head_cuts(config: DecoderConfig, name: str) -> Mapping[str, HeadCut]:
+    """Return the cuts of the mixer that a weight belongs to, if it is a mixer's."""
+    _, _, layer, block, *_ = (*name.split("."), "", "", "")
+    mixer = config.mixers[int(layer)] if layer.isdigit() else None
+    return mixer.cuts if mixer is not None and mixer.name == block else {}
+
+
+def is_summed(config: DecoderConfig, name: str) -> bool:
+    """Return True if the outputs of a weight's projection are partial sums over the tensor axis: its inputs are cut."""
+    projection = name.split(".")[-2]
+    by_heads = _head_cuts(config, name).get(projection)
+    return (_SIDES.get(projection) if by_heads is None else by_heads.side) == INPUTS
 
 
 def is_of_experts(name: str) -> bool:

@@ -95,14 +95,8 @@ def _cache_bytes(checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, de
     config, rollout, layout = checked.config, checked.config.rollout, checked.config.resources.generation
     if rollout.kv_cache_gib is not None:
         return int(rollout.kv_cache_gib * 2**30)
-    shape = CacheShape(
-        num_layers=decoder.num_layers,
-        block_size=rollout.block_size,
-        num_kv_heads=decoder.num_kv_heads // min(decoder.num_kv_heads, layout.tensor),
-        head_size=decoder.head_size,
-        value_head_size=decoder.value_head_size,
-        dtype=compute_dtype(config.model, device_kind),
-    )
+    dtype = compute_dtype(config.model, device_kind)
+    shape = CacheShape.of(decoder.mixers, layout.tensor, rollout.block_size, dtype)
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
     num_prompts, num_samples = rollout.prompts_per_step + rollout.extra_prompts, rollout.num_generations
     if checked.offline is not None or not checked.train_rows:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.models.decoder import Decoder, SelfAttention
+from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.cpu import BlockedLinear
-from spmdrl.engines.models.layers import FeedForward, Linear
+from spmdrl.engines.models.layers import Linear
 from spmdrl.engines.models.lora import AdaptedLinear
 
 
@@ -229,11 +229,7 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
     """Install products in place of the linear layers below the head; yields them."""
     joined: set[nn.Module] = set()
     for module in decoder.modules():
-        layers: tuple[Linear, ...] = ()
-        if isinstance(module, SelfAttention):
-            layers = (module.q_proj, module.k_proj, module.v_proj)
-        elif isinstance(module, FeedForward):
-            layers = (module.gate_proj, module.up_proj)
+        layers: list[Linear] = [getattr(module, name) for name in getattr(module, "joined", ())]
         if layers:
             joined.update(layers)
             vars(module)["project"] = product = Product.of(*layers)

@@ -63,14 +63,7 @@ class CachedDecoder:
             apply_expert_parallel(decoder, mesh.expert, self.parts, column=mesh.tensor)
         apply_tensor_parallel(decoder, mesh.tensor, self.parts, shares_tokens=False, cuts_experts=not spreads)
         self.weights = PackedWeights(decoder, device, dtype)
-        shape = CacheShape(
-            num_layers=config.num_layers,
-            block_size=rollout.block_size,
-            num_kv_heads=config.num_kv_heads // min(config.num_kv_heads, mesh.tensor.size),
-            head_size=config.head_size,
-            value_head_size=config.value_head_size,
-            dtype=dtype,
-        )
+        shape = CacheShape.of(config.mixers, mesh.tensor.size, rollout.block_size, dtype)
         self.cache = PagedCache(shape, device)
         self._decoder = decoder
         self._packs_weights = rollout.pack_weights

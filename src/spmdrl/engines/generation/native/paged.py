@@ -19,6 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from spmdrl.engines.models.mixers import Mixer
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.memory import ask_for_huge_pages
@@ -40,6 +41,12 @@ class CacheShape:
     head_size: int
     value_head_size: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, mixers: Sequence[Mixer], num_ranks: int, block_size: int, dtype: torch.dtype) -> CacheShape:
+        """Return the cache of these layers on each of the tensor ranks."""
+        [state] = {mixer.state(num_ranks) for mixer in mixers}
+        return cls(len(mixers), block_size, state.num_heads, state.head_size, state.value_head_size, dtype)
 
     @property
     def block_bytes(self) -> int:

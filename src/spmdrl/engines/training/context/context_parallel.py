@@ -30,15 +30,16 @@ def check_context_parallel(
     """Raise ValueError if the model's heads can't be divided over a context axis; a ring takes any model."""
     if kind == "ring" or context == 1:
         return
-    num_heads, num_kv_heads = config.num_heads // tensor, max(1, config.num_kv_heads // tensor)
-    fitting = [degree for degree in range(1, num_heads + 1) if _heads_fit(num_heads, num_kv_heads, degree)]
-    if context not in fitting:
-        raise ValueError(
-            f"{key}.context {context} with {key}.context_kind ulysses deals out heads, but each "
-            f"tensor rank has {num_heads} query heads ({config.num_heads} / {key}.tensor {tensor}) and "
-            f"{num_kv_heads} key and value heads; context must divide the first, and the second must be a multiple or "
-            f"a divisor of it: set {key}.context to one of {fitting}, or context_kind to ring"
-        )
+    for mixer in set(config.mixers):
+        num_heads, num_kv_heads = mixer.num_heads // tensor, max(1, mixer.num_kv_heads // tensor)
+        fitting = [degree for degree in range(1, num_heads + 1) if _heads_fit(num_heads, num_kv_heads, degree)]
+        if context not in fitting:
+            raise ValueError(
+                f"{key}.context {context} with {key}.context_kind ulysses deals out heads, but each "
+                f"tensor rank has {num_heads} query heads ({mixer.num_heads} / {key}.tensor {tensor}) and "
+                f"{num_kv_heads} key and value heads; context must divide the first, and the second must be a multiple "
+                f"or a divisor of it: set {key}.context to one of {fitting}, or context_kind to ring"
+            )
 
 
 def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:

@@ -1,0 +1,88 @@
+"""Grouped-query attention: projections, head norms and rotation around the caller's attention.
+
+Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from spmdrl.engines.models.layers import Attend, Linear, RMSNorm
+from spmdrl.engines.models.mixers import INPUTS, OUTPUTS, HeadCut, KeyBlocks, Rope, Rotations
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Sizes of one layer's attention; a `Mixer`."""
+
+    name: ClassVar[str] = "self_attn"
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rope: Rope | None
+    """None: queries and keys aren't rotated."""
+    rms_eps: float
+    qk_norm: bool
+    """True if queries and keys are normalized per head before the rotation."""
+    bias: bool
+    """True if the query, key and value projections have biases."""
+    output_bias: bool
+
+    @property
+    def cuts(self) -> Mapping[str, HeadCut]:
+        of_keys = HeadCut(OUTPUTS, self.num_heads, self.num_heads // self.num_kv_heads)
+        of_queries, of_output = HeadCut(OUTPUTS, self.num_heads), HeadCut(INPUTS, self.num_heads)
+        return {"q_proj": of_queries, "k_proj": of_keys, "v_proj": of_keys, "o_proj": of_output}
+
+    @property
+    def num_weights(self) -> int:
+        return self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def attended_size(self) -> int:
+        return self.num_heads * 2 * self.head_size
+
+    def state(self, num_ranks: int) -> KeyBlocks:
+        return KeyBlocks(self.num_kv_heads // min(self.num_kv_heads, num_ranks), self.head_size, self.head_size)
+
+    def build(self, layer: int) -> nn.Module:
+        return SelfAttention(self, layer)
+
+
+class SelfAttention(nn.Module):
+    """Attention of one layer, with transformers' names."""
+
+    joined = ("q_proj", "k_proj", "v_proj")
+    """Projections of the same input, which `project` computes."""
+
+    def __init__(self, config: AttentionConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_size, self.rope = config.head_size, config.rope
+        query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
+
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THK, k_TJK = self.q_norm(q_THK), self.k_norm(k_TJK)
+        if self.rope is not None:
+            rotation = rotations.of(self.rope)
+            q_THK, k_TJK = rotation.apply(q_THK), rotation.apply(k_TJK)
+        attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK)
+        return self.o_proj(attended_THK.flatten(-2))
+
+    def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute query, key and value projections; replaced from outside by a single product."""
+        return self.q_proj(hidden_TD), self.k_proj(hidden_TD), self.v_proj(hidden_TD)
