@@ -64,7 +64,7 @@ def test_greedy_rows_are_one_to_their_end(fed) -> None:
 def test_rows_that_leave_each_other_take_their_own_blocks_where_few_are_left() -> None:
     requests = [request(PROMPT, range(9), PEAKED), request(prompt_of(5), range(9, 14), PEAKED)]
     expected = run(awake_engine(), requests)
-    block_bytes = awake_engine()._cache.shape.block_bytes
+    [block_bytes] = awake_engine()._cache.block_bytes.values()
     found = run(awake_engine(kv_cache_gib=9 * block_bytes / 2**30), requests)
     for row, one in expected.items():
         assert found[row].token_ids == one.token_ids

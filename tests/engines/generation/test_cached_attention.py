@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.cached_attention import PrefillAttention, Span
-from spmdrl.engines.generation.native.paged import CacheShape, PagedCache
+from spmdrl.engines.generation.native.paged import CacheShape, PagedCache, StateCache
 from spmdrl.engines.models.layers import PackedCausalAttention
+from spmdrl.engines.models.mixers import KeyBlocks
 from spmdrl.nouns.batch import offsets_of
 from tests.support.chosen_device import chosen_device, chosen_kind
 
@@ -19,14 +20,14 @@ class Rows:
     """Rows of random queries, keys and values, and blocks for them in a cache."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, block_size: int):
-        shape = CacheShape(1, block_size, num_kv_heads, head_size, value_size, torch.float32)
-        self.cache = PagedCache(shape, chosen_device())
+        state = KeyBlocks(num_kv_heads, head_size, value_size)
+        self.cache = StateCache([state], block_size, torch.float32, chosen_device())
         self.tables, num_blocks = [], 1
         for length in LENGTHS:
             stop = num_blocks + -(-length // block_size)
             self.tables.append(list(range(num_blocks, stop))[::-1])
             num_blocks = stop
-        self.cache.resize(num_blocks)
+        self.cache.resize([num_blocks])
         generator = torch.Generator().manual_seed(0)
         sizes = ((num_heads, head_size), (num_kv_heads, head_size), (num_kv_heads, value_size))
         self.heads = [torch.randn(sum(LENGTHS), *size, generator=generator).to(chosen_device()) for size in sizes]
@@ -35,7 +36,7 @@ class Rows:
     def attend(self, *spans: tuple[int, int, int]) -> list[Tensor]:
         """What these spans (row, start, stop), run in one forward, get."""
         index = [self.offsets[row] + place for row, start, stop in spans for place in range(start, stop)]
-        attend = PrefillAttention(self.cache, [Span(self.tables[row], start, stop) for row, start, stop in spans])
+        attend = PrefillAttention(self.cache, [Span([self.tables[row]], start, stop) for row, start, stop in spans])
         out = attend(0, *(heads[index] for heads in self.heads))
         return list(out.split([stop - start for _, start, stop in spans]))
 
@@ -67,8 +68,8 @@ def test_a_row_reads_what_another_writes_in_the_same_forward() -> None:
     rows = Rows(4, 2, 16, 16, block_size=4)
     longest = LENGTHS.index(max(LENGTHS))
     [whole] = rows.attend((longest, 0, 100))
-    rows.cache.resize(0)
-    rows.cache.resize(100)
+    rows.cache.free()
+    rows.cache.resize([100])
     first, second = rows.attend((longest, 0, 60), (longest, 60, 100))
     assert torch.equal(torch.cat((first, second)), whole)
 

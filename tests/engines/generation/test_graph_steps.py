@@ -164,8 +164,8 @@ def test_padding_reaches_no_row() -> None:
     engines = [filled(engine_of(TunedRollout(block_size=4))) for _ in range(2)]
     requests = [request(prompt_of(7), [0, 1, 2, 3, 4], SAMPLED)]
     for engine, value in zip(engines, (0.0, 7.0), strict=True):
-        for store in engine._cache._stores:
-            store[:, 0] = value
+        for values in engine._cache.layer(0).store._stores:
+            values[:, 0] = value
     first, second = (run(engine, requests) for engine in engines)
     assert first == second
     # Of the 8 rows of a step, 3 wrote into the scratch block, and nowhere else.

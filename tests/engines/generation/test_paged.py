@@ -6,17 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.engines.generation.native.paged import CacheShape, PagedCache, affordable_blocks
+from spmdrl.engines.generation.native.paged import CacheShape, PagedCache, affordable_bytes
+from spmdrl.engines.generation.native.row_memory import Counts, blocks_within
+from spmdrl.engines.models.mixers import StateKind
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.mesh import lone_generation_mesh
 
 CPU = torch.device("cpu")
-AXIS = lone_generation_mesh().tensor
+
+
+def blocks_of(rollout: RolloutConfig, block_bytes: int) -> Counts:
+    """Blocks of full attention that the settings give."""
+    budget = affordable_bytes(rollout, CPU, lone_generation_mesh().tensor)
+    return blocks_within(budget, {StateKind(): block_bytes}, rollout)
 
 
 def test_a_configured_size_is_taken_in_whole_blocks() -> None:
-    assert affordable_blocks(RolloutConfig(kv_cache_gib=1000.5 / 2**30), 100, CPU, AXIS) == 10
+    assert blocks_of(RolloutConfig(kv_cache_gib=1000.5 / 2**30), 100) == [10]
 
 
 def test_on_a_cpu_the_ranks_of_a_host_share_a_share_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +34,7 @@ def test_on_a_cpu_the_ranks_of_a_host_share_a_share_of_its_free_memory(monkeypat
         job = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}
         for name, value in {**job, "MASTER_ADDR": "localhost"}.items():
             monkeypatch.setenv(name, str(value))
-        blocks.append(affordable_blocks(RolloutConfig(gpu_memory_utilization=0.5), 2**20, CPU, AXIS))
+        blocks += blocks_of(RolloutConfig(gpu_memory_utilization=0.5), 2**20)
     assert blocks[0] * 2**20 <= total_bytes / 2
     # Others take and free memory meanwhile.
     assert 2.5 < blocks[0] / blocks[1] < 6
@@ -35,7 +42,7 @@ def test_on_a_cpu_the_ranks_of_a_host_share_a_share_of_its_free_memory(monkeypat
 
 def test_less_than_two_blocks_are_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"gpu_memory_utilization 1e-09 of \d+ free bytes for 1 ranks"):
-        affordable_blocks(RolloutConfig(gpu_memory_utilization=1e-9), 1000, CPU, AXIS)
+        blocks_of(RolloutConfig(gpu_memory_utilization=1e-9), 1000)
 
 
 def is_advised(address: int) -> bool:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.engines.generation.native.paged import BlockPool
+from spmdrl.engines.generation.native.row_memory import RowMemory
 from spmdrl.engines.generation.native.running_rows import Admission, Row, groups_of
 from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import PartialResponse, Request
+from spmdrl.engines.models.mixers import StateKind
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from tests.support.tuned import TunedRollout
 
@@ -18,8 +19,14 @@ def group(first_row: int, num_rows: int, prompt: int | tuple[int, ...], max_toke
     return Request(rows, (1,) * prompt if isinstance(prompt, int) else prompt, rows, sampling)
 
 
-def scheduler_of(pool: BlockPool, block_size: int, slots: int, prefill: int = 100, shares: bool = True) -> Scheduler:
-    return Scheduler(pool, limits(block_size, slots, prefill), shares_prefixes=shares)
+def scheduler_of(num_blocks: int, block_size: int, slots: int, prefill: int = 100, shares: bool = True) -> Scheduler:
+    """A scheduler of a model with full attention alone."""
+    memory = RowMemory([StateKind()], [num_blocks], block_size)
+    return Scheduler(memory, limits(block_size, slots, prefill), shares_prefixes=shares)
+
+
+def num_free(scheduler: Scheduler) -> int:
+    return scheduler._memory.pools[0].num_free
 
 
 def limits(block_size: int, slots: int, prefill: int) -> RolloutConfig:
@@ -45,8 +52,7 @@ def start(scheduler: Scheduler, token: int = 1) -> list[Admission]:
 
 
 def test_without_blocks_the_newest_row_is_preempted_and_starts_again_with_its_tokens():
-    pool = BlockPool(6)
-    scheduler = scheduler_of(pool, block_size=2, slots=4, shares=False)
+    scheduler = scheduler_of(6, block_size=2, slots=4, shares=False)
     scheduler.submit([group(0, 1, 2, 9), group(1, 1, 2, 9)])
     start(scheduler)
     assert list(scheduler.running) == [0, 1]
@@ -67,7 +73,7 @@ def test_without_blocks_the_newest_row_is_preempted_and_starts_again_with_its_to
 
 
 def test_a_long_prompt_comes_in_chunks_and_later_ones_wait_for_it():
-    scheduler = scheduler_of(BlockPool(20), block_size=4, slots=4, prefill=5)
+    scheduler = scheduler_of(20, block_size=4, slots=4, prefill=5)
     scheduler.submit([group(0, 1, 3, 4), group(1, 1, (2,) * 11, 4), group(2, 1, (3, 3), 4)])
     seen = []
     for _ in range(3):
@@ -80,26 +86,26 @@ def test_a_long_prompt_comes_in_chunks_and_later_ones_wait_for_it():
 
 
 def test_groups_share_the_full_blocks_of_equal_tokens_and_compute_the_rest():
-    scheduler = scheduler_of(pool := BlockPool(30), block_size=2, slots=9)
+    scheduler = scheduler_of(30, block_size=2, slots=9)
     scheduler.submit(
         [group(0, 2, (1, 2, 3, 4, 5), 3), group(2, 1, (1, 2, 3, 4, 6, 7), 3), group(3, 1, (1, 3, 3, 4), 3)]
     )
     chunks = scheduler.admit().chunks
     assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 5), (4, 6), (0, 4)]
-    assert chunks[0].group.table[:2] == chunks[1].group.table[:2]
+    assert chunks[0].group.tables[0][:2] == chunks[1].group.tables[0][:2]
     scheduler.make_room()
     scheduler.abort()
-    assert pool.num_free == 29
+    assert num_free(scheduler) == 29
 
 
 def test_a_last_token_is_always_computed_even_if_all_blocks_are_known():
-    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    scheduler = scheduler_of(30, block_size=2, slots=9)
     scheduler.submit([group(0, 1, (1, 2, 3, 4), 3), group(1, 1, (1, 2, 3, 4), 3)])
     assert [(chunk.start, chunk.stop) for chunk in scheduler.admit().chunks] == [(0, 4), (2, 4)]
 
 
 def test_prefixes_are_known_after_their_rows_ended_until_they_are_forgotten():
-    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    scheduler = scheduler_of(30, block_size=2, slots=9)
     starts = []
     for first_row in range(3):
         scheduler.submit([group(first_row, 1, (1, 2, 3, 4, 5), 1)])
@@ -111,7 +117,7 @@ def test_prefixes_are_known_after_their_rows_ended_until_they_are_forgotten():
 
 
 def test_a_prompt_half_computed_under_other_weights_is_computed_anew():
-    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9, prefill=3)
+    scheduler = scheduler_of(30, block_size=2, slots=9, prefill=3)
     scheduler.submit([group(0, 1, (1, 2, 3, 4, 5), 3)])
     assert scheduler.admit().chunks[0].stop == 3
     scheduler.forget_prefixes()
@@ -119,7 +125,7 @@ def test_a_prompt_half_computed_under_other_weights_is_computed_anew():
 
 
 def test_a_row_goes_on_from_the_tokens_that_it_brings():
-    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    scheduler = scheduler_of(30, block_size=2, slots=9)
     brought = PartialResponse((4, 5), (-0.5, -0.25), (7, 8))
     request = group(0, 3, (1, 2, 3), 4)
     partial = (PartialResponse((), (), ()), brought, PartialResponse((), (), ()))
@@ -135,26 +141,25 @@ def test_a_row_goes_on_from_the_tokens_that_it_brings():
 def test_a_row_that_has_ended_is_refused():
     request = group(3, 1, 4, 2)
     ended = PartialResponse((1, 1), (-1.0, -1.0), (0, 0))
-    scheduler = scheduler_of(BlockPool(30), block_size=2, slots=9)
+    scheduler = scheduler_of(30, block_size=2, slots=9)
     with pytest.raises(ValueError, match=r"row 3 has ended \(length\)"):
         scheduler.submit([Request((3,), (1,), (3,), request.sampling, (ended,))])
     assert scheduler.num_unfinished == 0
 
 
 def test_abort_returns_running_and_waiting_rows_and_frees_all():
-    pool = BlockPool(13)
-    scheduler = scheduler_of(pool, 4, slots=3)
+    scheduler = scheduler_of(13, 4, slots=3)
     scheduler.submit([group(0, 2, 6, 8), group(2, 4, 5, 8)])
     start(scheduler)
     scheduler.make_room()
     responses = scheduler.abort()
     assert [len(response.token_ids) for response in responses] == [1, 1, 1, 0, 0, 0]
     assert {response.finish for response in responses} == {"aborted"}
-    assert scheduler.num_unfinished == 0 and pool.num_free == 12
+    assert scheduler.num_unfinished == 0 and num_free(scheduler) == 12
 
 
 def test_a_row_that_never_fits_is_refused_with_the_numbers():
-    scheduler = scheduler_of(BlockPool(4), block_size=4, slots=2)
+    scheduler = scheduler_of(4, block_size=4, slots=2)
     with pytest.raises(
         ValueError, match=r"row 7 can need 4 KV blocks \(9 prompt \+ 8 new tokens in blocks of 4\).* has 3"
     ):
@@ -163,7 +168,7 @@ def test_a_row_that_never_fits_is_refused_with_the_numbers():
 
 
 def test_a_row_cannot_be_submitted_twice():
-    scheduler = scheduler_of(BlockPool(20), block_size=4, slots=2)
+    scheduler = scheduler_of(20, block_size=4, slots=2)
     scheduler.submit([group(0, 2, 3, 3)])
     with pytest.raises(ValueError, match="row 1 is submitted twice"):
         scheduler.submit([group(1, 1, 3, 3)])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.native.paged import BlockPool
+from spmdrl.engines.generation.native.row_memory import RowMemory, fits
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import Request
+from spmdrl.engines.models.mixers import StateKind
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from tests.engines.generation.test_scheduler import STOP, give_token, group, limits, scheduler_of
 
@@ -16,8 +17,8 @@ from tests.engines.generation.test_scheduler import STOP, give_token, group, lim
 class Engine:
     """Steps a scheduler over a cache of which each place holds the tokens up to its own: its whole context."""
 
-    def __init__(self, pool: BlockPool, scheduler: Scheduler, limits: RolloutConfig, draw):
-        self.pool, self.scheduler, self.limits, self.draw = pool, scheduler, limits, draw
+    def __init__(self, scheduler: Scheduler, limits: RolloutConfig, draw):
+        self.pool, self.scheduler, self.limits, self.draw = scheduler._memory.pools[0], scheduler, limits, draw
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
         self.ended: list[int] = []
         self.num_prefilled = self.num_preempted = self.num_fed = 0
@@ -28,20 +29,20 @@ class Engine:
         for chunk in admitted.chunks:
             assert chunk.num_tokens > 0
             for place in range(chunk.start, chunk.stop):
-                self.write(chunk.group.table, place, chunk.group.token_ids)
+                self.write(chunk.group.tables[0], place, chunk.group.token_ids)
         for chunk in admitted.chunks:
-            self.check(chunk.group.table, chunk.group.token_ids[: chunk.stop])
+            self.check(chunk.group.tables[0], chunk.group.token_ids[: chunk.stop])
             self.num_prefilled += chunk.num_tokens
         for admission in admitted.admissions:
             for row in admission.rows:
-                self.check(row.table, tokens_of(row))
+                self.check(row.tables[0], tokens_of(row))
             self.take_tokens(admission.rows)
         assert len(self.scheduler.running) <= self.limits.max_running_rows
         self.decode()
 
     def decode(self) -> None:
         before = list(self.scheduler.running)
-        copies = self.scheduler.make_room()
+        [copies] = self.scheduler.make_room()
         assert len(set(copies.targets)) == len(copies.targets)
         size = self.limits.block_size
         read = [[self.places.get((source, place)) for place in range(size)] for source in copies.sources]
@@ -53,12 +54,12 @@ class Engine:
         self.num_preempted += len(before) - len(rows)
         fed = [row for row in rows if row.is_first]
         self.num_fed += len(fed)
-        written = [row.table[(row.length - 1) // size] for row in fed]
+        written = [row.tables[0][(row.length - 1) // size] for row in fed]
         assert len(set(written)) == len(written) and not any(map(self.pool.is_shared, written))
         for row in fed:
-            self.write(row.table, row.length - 1, tokens_of(row))
+            self.write(row.tables[0], row.length - 1, tokens_of(row))
         for row in rows:
-            self.check(row.table, tokens_of(row))
+            self.check(row.tables[0], tokens_of(row))
         self.take_tokens(rows)
 
     def write(self, table: list[int], place: int, tokens: tuple[int, ...]) -> None:
@@ -107,12 +108,13 @@ def requests_of(shapes) -> list[Request]:
 def test_rows_find_their_context_end_in_turn_and_leak_no_block(
     shapes, late, block_size, slots, prefill, shares, merges, spare, data
 ):
-    requests, rollout, pool = requests_of(shapes), limits(block_size, slots, prefill), BlockPool()
+    requests, rollout = requests_of(shapes), limits(block_size, slots, prefill)
     # Room for the longest row alone.
-    pool.grow(1 + max(-(-(len(shape[1]) + shape[2] - 1) // block_size) for shape in shapes) + spare)
-    scheduler = Scheduler(pool, rollout, shares_prefixes=shares, merges_rows=merges)
-    is_ample = pool.num_blocks >= scheduler.blocks_wanted(requests) and slots >= sum(shape[0] for shape in shapes)
-    engine = Engine(pool, scheduler, rollout, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
+    num_blocks = 1 + max(-(-(len(shape[1]) + shape[2] - 1) // block_size) for shape in shapes) + spare
+    memory = RowMemory([StateKind()], [num_blocks], block_size)
+    scheduler = Scheduler(memory, rollout, shares_prefixes=shares, merges_rows=merges)
+    is_ample = fits(scheduler.blocks_wanted(requests), memory.num_blocks) and slots >= sum(shape[0] for shape in shapes)
+    engine = Engine(scheduler, rollout, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
     later = requests[len(requests) - min(late, len(requests) - 1) :]
     scheduler.submit(requests[: len(requests) - len(later)])
     order = [row for request in requests for row in request.rows]
@@ -133,7 +135,7 @@ def test_rows_find_their_context_end_in_turn_and_leak_no_block(
         assert running == sorted(running) and max(running, default=-1) < min(waiting, default=len(order))
         assert oldest in engine.ended or before != (progress_of(scheduler, oldest), engine.num_prefilled)
     assert sorted(engine.ended) == order
-    assert pool.num_free == pool.num_blocks - 1
+    assert memory.num_free == [num_blocks - 1]
     if is_ample:
         assert engine.num_prefilled <= num_prompt_tokens and not engine.num_preempted
 
@@ -148,9 +150,8 @@ def progress_of(scheduler: Scheduler, row: int) -> int:
 # Rows of one token, which take no block beside their prompt's, before others that do.
 @example(shapes=[(2, (2,), 1), (1, (1,), 4)], block_size=3, slots=3)
 def test_the_wanted_blocks_let_the_longest_rows_run_at_once(shapes, block_size, slots):
-    requests, pool = requests_of(shapes), BlockPool()
-    scheduler = scheduler_of(pool, block_size, slots)
-    pool.grow(scheduler.blocks_wanted(requests))
+    requests, scheduler = requests_of(shapes), scheduler_of(1, block_size, slots)
+    scheduler._memory.grow(scheduler.blocks_wanted(requests))
     scheduler.submit(requests)
     num_started = sum(len(admission.rows) for admission in scheduler.admit().admissions)
     if sum(shape[0] for shape in shapes) <= slots:

@@ -32,6 +32,16 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class StateKind:
+    """Kind of state that generation keeps for a row: layers of one kind share the row's table of blocks."""
+
+    window: int | None = None
+    """Newest positions that are kept; None keeps all."""
+    is_slot: bool = False
+    """True for a state of one size, whatever the number of positions: the table is one block, the row's slot."""
+
+
+@dataclass(frozen=True)
 class KeyBlocks:
     """State of attention in generation: keys and values of each position, in blocks of a paged cache."""
 
@@ -41,6 +51,12 @@ class KeyBlocks:
     """Head size K of the keys."""
     value_head_size: int
     """Head size U of the values."""
+    window: int | None = None
+    """Newest positions that the layer's attention sees; None: all."""
+
+    @property
+    def kind(self) -> StateKind:
+        return StateKind(self.window)
 
     @property
     def token_size(self) -> int:

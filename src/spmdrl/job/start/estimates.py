@@ -12,7 +12,8 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
     update_slices,
 )
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
-from spmdrl.engines.generation.native.paged import CacheShape
+from spmdrl.engines.generation.native.paged import block_bytes_of
+from spmdrl.engines.generation.native.row_memory import bytes_of_rows
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
@@ -96,15 +97,15 @@ def _cache_bytes(checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, de
     if rollout.kv_cache_gib is not None:
         return int(rollout.kv_cache_gib * 2**30)
     dtype = compute_dtype(config.model, device_kind)
-    shape = CacheShape.of(decoder.mixers, layout.tensor, rollout.block_size, dtype)
+    states = [mixer.state(layout.tensor) for mixer in decoder.mixers]
+    block_bytes = block_bytes_of(states, rollout.block_size, dtype)
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
     num_prompts, num_samples = rollout.prompts_per_step + rollout.extra_prompts, rollout.num_generations
     if checked.offline is not None or not checked.train_rows:
         num_prompts, num_samples = sum(len(part.rows) for part in checked.eval_rows), config.eval.num_samples
     most_groups = most_groups_each(num_prompts, num_ranks // layout.tensor)
     rows_each = min(most_groups * num_samples, rollout.max_running_rows)
-    # One more block per row, which may have to copy the one that it shares with its siblings.
-    return rows_each * (-(-num_tokens // rollout.block_size) + 1) * shape.block_bytes
+    return bytes_of_rows(rows_each, num_tokens, block_bytes, rollout)
 
 
 def needed_bytes(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str) -> int:

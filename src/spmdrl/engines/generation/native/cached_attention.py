@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, PagedCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, LayerState, PagedCache, StateCache
+from spmdrl.engines.generation.native.running_rows import Tables
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.nouns.batch import offsets_of
@@ -33,31 +35,60 @@ class DecodeAttention:
     Shapes don't depend on the content of tables or lengths.
     """
 
-    def __init__(self, cache: PagedCache, tables_BC: Tensor, lengths_B: Tensor):
-        """Row b has `lengths_B`[b] positions, the new token's included; both are int32 on the cache's device."""
+    def __init__(self, cache: StateCache, tables: Sequence[Tensor], lengths_B: Tensor):
+        """Row b has `lengths_B`[b] positions, the new token's included, and a table of each kind of state, [B, C]; all
+        are int32 on the cache's device."""
         self._cache = cache
-        self._tables_BC = tables_BC
+        self._tables = tables
         self._lengths_B = lengths_B.contiguous()
-        size = cache.shape.block_size
+        size = cache.block_size
         newest_B = lengths_B.to(torch.int64) - 1
-        blocks_B = tables_BC.gather(1, (newest_B // size)[:, None]).squeeze(1)
-        self._head_places = cache.head_places(blocks_B * size + newest_B % size)
+        blocks = [tables_BC.gather(1, (newest_B // size)[:, None]).squeeze(1) for tables_BC in tables]
+        self._head_places = _HeadPlaces([blocks_B * size + newest_B % size for blocks_B in blocks])
 
     @classmethod
-    def of_rows(cls, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> DecodeAttention:
-        width = max(map(len, tables))
-        padded = [[*table, *[SCRATCH_BLOCK] * (width - len(table))] for table in tables]
-        tables_BC, lengths_B = (torch.tensor(x, dtype=torch.int32, device=cache.device) for x in (padded, lengths))
-        return cls(cache, tables_BC, lengths_B)
+    def of_rows(cls, cache: StateCache, tables: Sequence[Tables], lengths: Sequence[int]) -> DecodeAttention:
+        padded = [_padded([of_row[place] for of_row in tables], cache.device) for place in range(len(cache.kinds))]
+        return cls(cache, padded, torch.tensor(lengths, dtype=torch.int32, device=cache.device))
 
     def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
-        self._cache.write(layer, self._head_places, k_BJK, v_BJU)
-        return ops.paged_attention(q_BHK, *self._cache.stored(layer), self._tables_BC, self._lengths_B)
+        state = self._cache.layer(layer)
+        state.store.write(state.number, self._head_places.of(state), k_BJK, v_BJU)
+        return ops.paged_attention(q_BHK, *state.store.stored(state.number), self._tables[state.kind], self._lengths_B)
+
+
+class _HeadPlaces:
+    """Places of new tokens' heads in each store."""
+
+    def __init__(self, places: Sequence[Tensor]):
+        """Places [T] of the tokens by kind of state."""
+        self._places = places
+        self._found: dict[PagedCache, Tensor] = {}
+
+    def of(self, state: LayerState) -> Tensor:
+        if state.store not in self._found:
+            self._found[state.store] = state.store.head_places(self._places[state.kind])
+        return self._found[state.store]
+
+
+def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return tables [B, C] of equal width, int32."""
+    width = max(map(len, tables))
+    padded = [[*table, *[SCRATCH_BLOCK] * (width - len(table))] for table in tables]
+    return torch.tensor(padded, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Positions [start, stop) of one row, whose blocks `table` hold all earlier ones."""
+    """Positions [start, stop) of one row, whose blocks hold all earlier ones that they see."""
+
+    tables: Tables
+    start: int
+    stop: int
+
+
+class RowSpan(NamedTuple):
+    """A span and its blocks of one kind."""
 
     table: Sequence[int]
     start: int
@@ -86,13 +117,16 @@ class PrefillAttention:
     however its row is cut in spans and whatever is computed beside it.
     """
 
-    def __init__(self, cache: PagedCache, spans: Sequence[Span]):
+    def __init__(self, cache: StateCache, spans: Sequence[Span]):
         self._cache = cache
-        size = cache.shape.block_size
-        places = [span.table[place // size] * size + place % size for span in spans for place in _places(span)]
-        self._head_places = cache.head_places(torch.tensor(places, device=cache.device))
-        self._tiles: list[_Tile] = []
-        self._first: _FirstTokens | None = None
+        size = cache.block_size
+        places = [
+            [span.tables[kind][place // size] * size + place % size for span in spans for place in _places(span)]
+            for kind in range(len(cache.kinds))
+        ]
+        self._head_places = _HeadPlaces([torch.tensor(of_kind, device=cache.device) for of_kind in places])
+        self._tiles: list[list[_Tile]] = [[] for _ in cache.kinds]
+        self._first: list[_FirstTokens | None] = [None for _ in cache.kinds]
         self._attend_whole: PackedCausalAttention | None = None
         width = WHOLE_ROW_TILES.get(cache.device.type)
         if width is None and not any(span.start for span in spans):
@@ -100,26 +134,28 @@ class PrefillAttention:
             return
         num_first = 0
         if ops.reads_pages_of_a_row_once(cache.device):
-            self._first = _FirstTokens.of(spans, max(span.stop for span in spans), cache.device)
-            return
-        if ops.reads_pages(cache.device, cache.shape.dtype):
+            num_first = max(span.stop for span in spans)
+        elif ops.reads_pages(cache.device, cache.dtype):
             num_first = ONE_BY_ONE.get(cache.device.type, 0)
-            self._first = _FirstTokens.of(spans, num_first, cache.device)
-        self._tiles = _tiles(spans, width or _LATER_TILE, size, cache.device, start=num_first)
+        for kind in range(len(cache.kinds)):
+            rows = [RowSpan(span.tables[kind], span.start, span.stop) for span in spans]
+            self._first[kind] = _FirstTokens.of(rows, num_first, cache.device)
+            self._tiles[kind] = _tiles(rows, width or _LATER_TILE, size, cache.device, start=num_first)
 
     def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
-        self._cache.write(layer, self._head_places, k_TJK, v_TJU)
+        store, number, kind = state = self._cache.layer(layer)
+        store.write(number, self._head_places.of(state), k_TJK, v_TJU)
         if self._attend_whole is not None:
             return self._attend_whole(layer, q_THK, k_TJK, v_TJU)
         out_THU = q_THK.new_empty(*q_THK.shape[:2], v_TJU.shape[-1])
-        if self._first is not None:
-            first = self._first
+        first = self._first[kind]
+        if first is not None:
             q_BHK = q_THK.index_select(0, first.tokens_B)
-            attended_BHU = ops.paged_attention(q_BHK, *self._cache.stored(layer), first.tables_BC, first.lengths_B)
+            attended_BHU = ops.paged_attention(q_BHK, *store.stored(number), first.tables_BC, first.lengths_B)
             out_THU.index_copy_(0, first.tokens_B, attended_BHU)
-        for tile in self._tiles:
+        for tile in self._tiles[kind]:
             # Read after all is written: rows may share blocks that this forward fills.
-            keys_BSJK, values_BSJU = self._cache.read(layer, tile.tables_BC)
+            keys_BSJK, values_BSJU = store.read(number, tile.tables_BC)
             attended_BHQU = ops.masked_attention(
                 q_THK[tile.tokens_BQ].transpose(1, 2),
                 keys_BSJK.transpose(1, 2),
@@ -140,7 +176,7 @@ class _FirstTokens:
     lengths_B: Tensor
 
     @classmethod
-    def of(cls, spans: Sequence[Span], num_first: int, device: torch.device) -> _FirstTokens | None:
+    def of(cls, spans: Sequence[RowSpan], num_first: int, device: torch.device) -> _FirstTokens | None:
         """Select the tokens at the first positions of rows; None without any."""
         offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
         places = [range(span.start, min(span.stop, num_first)) for span in spans]
@@ -159,11 +195,13 @@ class _FirstTokens:
         )
 
 
-def _places(span: Span) -> range:
+def _places(span: Span | RowSpan) -> range:
     return range(span.start, span.stop)
 
 
-def _tiles(spans: Sequence[Span], width: int, block_size: int, device: torch.device, *, start: int = 0) -> list[_Tile]:
+def _tiles(
+    spans: Sequence[RowSpan], width: int, block_size: int, device: torch.device, *, start: int = 0
+) -> list[_Tile]:
     """Cut spans from position `start` in tiles of `width`; tiles at the same distance from it are joined."""
     offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
     members: dict[int, list[int]] = {}

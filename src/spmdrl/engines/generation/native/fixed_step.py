@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.cached_attention import DecodeAttention
-from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, PagedCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
 from spmdrl.engines.models.layers import Attend
@@ -74,7 +74,7 @@ class StepIntegers:
         """Write integers [B, 3 + C] of these rows, valid until the next call; padding writes into the scratch block."""
         numbers, fed = self._numbers, [row.row for row in rows]
         for place, row in enumerate(fed):
-            table = row.table
+            [table] = row.tables
             written = (row, len(table), table[-1])
             # A table changes at its end only: it gets another block, or a copy of the last one.
             if written != self._written[place]:
@@ -123,7 +123,7 @@ class FixedStep:
     def __init__(
         self,
         logits: Callable[[Tensor, Tensor, Attend], Tensor],
-        cache: PagedCache,
+        cache: StateCache,
         device: torch.device,
         max_rows: int,
         never: Tensor | None = None,
@@ -179,7 +179,7 @@ class FixedStep:
         source_B, lengths_B = (integers[:, column].to(torch.int64) for column in (_SOURCE, _LENGTH))
         drawn_before_B = self._buffers.tokens_B[source_B.clamp(min=0)]
         fed_B = torch.where(source_B == _NONE, integers[:, _GIVEN].to(torch.int64), drawn_before_B)
-        attend = DecodeAttention(self._cache, integers[:, _TABLE:], integers[:, _LENGTH])
+        attend = DecodeAttention(self._cache, [integers[:, _TABLE:]], integers[:, _LENGTH])
         logits_BV = self._logits(fed_B, lengths_B - 1, attend).float()
         columns = (column[:num_rows] for column in self._buffers.sampling.columns)
         drawn = draw(logits_BV, lengths_B, RowSampling(shape.sampling, *columns), self._never)

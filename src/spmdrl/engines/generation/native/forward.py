@@ -22,7 +22,7 @@ from spmdrl.engines.generation.native.cached_attention import (
     Span,
 )
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
-from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, CacheShape, PagedCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, Chunk, FedToken
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops
@@ -63,8 +63,8 @@ class CachedDecoder:
             apply_expert_parallel(decoder, mesh.expert, self.parts, column=mesh.tensor)
         apply_tensor_parallel(decoder, mesh.tensor, self.parts, shares_tokens=False, cuts_experts=not spreads)
         self.weights = PackedWeights(decoder, device, dtype)
-        shape = CacheShape.of(config.mixers, mesh.tensor.size, rollout.block_size, dtype)
-        self.cache = PagedCache(shape, device)
+        states = [mixer.state(mesh.tensor.size) for mixer in config.mixers]
+        self.cache = StateCache(states, rollout.block_size, dtype, device)
         self._decoder = decoder
         self._packs_weights = rollout.pack_weights
         self._device = device
@@ -91,7 +91,8 @@ class CachedDecoder:
         # A multiple, because a CPU's silu rounds elements beyond whole vectors differently.
         lacking = max(-len(fed) % _ROWS_AT_A_TIME, self._least_rows() - len(fed))
         lengths = [1] * lacking + [token.length for token in fed]
-        tables = [[SCRATCH_BLOCK]] * lacking + [token.row.table for token in fed]
+        padding = [[SCRATCH_BLOCK] for _ in self.cache.kinds]
+        tables = [padding] * lacking + [token.row.tables for token in fed]
         logits_BV = self.step_logits(
             self._tensor([0] * lacking + [token.token for token in fed]),
             self._tensor([length - 1 for length in lengths]),
@@ -132,10 +133,11 @@ class CachedDecoder:
     def _chunk_logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return logits [B, V] of the last position of each group that ends with its chunk."""
         tokens = [token for chunk in chunks for token in chunk.group.token_ids[chunk.start : chunk.stop]]
-        spans = [Span(chunk.group.table, chunk.start, chunk.stop) for chunk in chunks]
+        spans = [Span(chunk.group.tables, chunk.start, chunk.stop) for chunk in chunks]
         lacking = max(LEAST_ROWS - len(tokens), 0)
         if lacking:
-            tokens, spans = tokens + [0] * lacking, [*spans, Span([SCRATCH_BLOCK] * lacking, 0, lacking)]
+            tokens += [0] * lacking
+            spans.append(Span([[SCRATCH_BLOCK] * lacking for _ in self.cache.kinds], 0, lacking))
         stops = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         last = [stop - 1 for chunk, stop in zip(chunks, stops, strict=True) if chunk.is_last]
         last_B = self._tensor(last + [0] * (LEAST_ROWS - len(last)))

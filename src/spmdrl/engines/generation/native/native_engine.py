@@ -16,7 +16,8 @@ from torch import Tensor
 from spmdrl.engines.generation.native.fixed_step import FixedStep
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graph_steps import wants_graphs
-from spmdrl.engines.generation.native.paged import affordable_blocks
+from spmdrl.engines.generation.native.paged import affordable_bytes
+from spmdrl.engines.generation.native.row_memory import blocks_within, bytes_of_rows
 from spmdrl.engines.generation.native.row_steps import Lockstep, RowSteps
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, check_request
 from spmdrl.engines.generation.native.sampling import RowDrawer
@@ -80,7 +81,7 @@ class NativeEngine:
         self._steps = RowSteps(
             self._forward, self._drawer, self._pipeline, self._lockstep, rollout, shares_prefixes=recorder is None
         )
-        self._most_blocks = 0
+        self._most_blocks: list[int] = []
         self._others_work = False
 
     @property
@@ -110,8 +111,7 @@ class NativeEngine:
         for request in requests:
             check_request(request, max_positions=self._config.max_positions, reads_text=self._drawer.reads_text)
         if self._cache_grows:
-            wanted = min(self._steps.scheduler.blocks_wanted(requests), self._most_blocks)
-            self._steps.grow(wanted, most=self._most_blocks)
+            self._steps.grow(self._steps.scheduler.blocks_wanted(requests), most=self._most_blocks)
         self._steps.scheduler.submit(requests)
         self._note_work()
 
@@ -160,11 +160,11 @@ class NativeEngine:
     def wake_cache(self) -> None:
         if not self._weights.are_awake:
             raise RuntimeError("the KV cache can't wake before the weights, which take their memory first")
-        if self._cache.num_blocks:
+        if any(self._cache.num_blocks):
             return
-        block_bytes = self._cache.shape.block_bytes
-        self._most_blocks = affordable_blocks(self._rollout, block_bytes, self._device, self._mesh.tensor)
-        self._steps.open(1 if self._cache_grows else self._most_blocks)
+        budget = affordable_bytes(self._rollout, self._device, self._mesh.tensor)
+        self._most_blocks = blocks_within(budget, self._cache.block_bytes, self._rollout)
+        self._steps.open([1] * len(self._most_blocks) if self._cache_grows else self._most_blocks)
 
     def sleep(self) -> None:
         if self.num_unfinished:
@@ -176,17 +176,15 @@ class NativeEngine:
     def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
         if self._rollout.kv_cache_gib is not None:
             return int(self._rollout.kv_cache_gib * 2**30)
-        shape = self._cache.shape
-        # One more each, as a row may have to copy the block that it shares with its siblings.
-        blocks_each = -(-num_tokens // shape.block_size) + 1
-        return min(num_rows, self._rollout.max_running_rows) * blocks_each * shape.block_bytes
+        num_rows = min(num_rows, self._rollout.max_running_rows)
+        return bytes_of_rows(num_rows, num_tokens, self._cache.block_bytes, self._rollout)
 
     def memory_bytes(self) -> dict[str, int]:
         held = {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}
         return held if self._pipeline is None else held | {"decode_graphs": self._pipeline.num_bytes}
 
     def _require_awake(self, action: str) -> None:
-        if not (self._weights.are_awake and self._cache.num_blocks):
+        if not (self._weights.are_awake and any(self._cache.num_blocks)):
             raise RuntimeError(f"a sleeping engine can't {action}; call wake_weights, fill them, then wake_cache")
         if self._steps.is_mid_step:
             raise RuntimeError(f"the engine can't {action}: its last step failed; abort gives back what it was doing")

@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.mixers import Mixer
+from spmdrl.engines.models.mixers import KeyBlocks, StateKind
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.memory import ask_for_huge_pages
@@ -41,12 +42,6 @@ class CacheShape:
     head_size: int
     value_head_size: int
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, mixers: Sequence[Mixer], num_ranks: int, block_size: int, dtype: torch.dtype) -> CacheShape:
-        """Return the cache of these layers on each of the tensor ranks."""
-        [state] = {mixer.state(num_ranks) for mixer in mixers}
-        return cls(len(mixers), block_size, state.num_heads, state.head_size, state.value_head_size, dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -145,22 +140,83 @@ class PagedCache:
             store.index_copy_(1, target_index, store.index_select(1, source_index))
 
 
-def affordable_blocks(rollout: RolloutConfig, block_bytes: int, device: torch.device, axis: Axis) -> int:
-    """Return the number of blocks that fit in the configured size or share of memory now.
+def block_bytes_of(states: Sequence[KeyBlocks], block_size: int, dtype: torch.dtype) -> dict[StateKind, int]:
+    """Return the bytes of one block in all layers of a kind of state: full attention, then windows, then slots."""
+    sizes: dict[StateKind, int] = {}
+    for state in states:
+        sizes[state.kind] = sizes.get(state.kind, 0) + block_size * state.token_size * dtype.itemsize
+    return {kind: sizes[kind] for kind in sorted(sizes, key=lambda kind: (kind.is_slot, kind.window or 0))}
 
-    Raises ValueError if that is less than two. Collective over the replica's ranks, whose schedulers must agree: all
-    get the smallest number.
+
+class StateCache:
+    """States of all of a rank's layers: layers alike lie together, and all of one kind share a row's table."""
+
+    def __init__(self, states: Sequence[KeyBlocks], block_size: int, dtype: torch.dtype, device: torch.device):
+        """Hold what each of these layers keeps on this rank; all starts without blocks."""
+        self.device, self.block_size, self.dtype = device, block_size, dtype
+        self.block_bytes = block_bytes_of(states, block_size, dtype)
+        """Bytes of one block of each kind of state."""
+        self.kinds = tuple(self.block_bytes)
+        self._stores: dict[KeyBlocks, PagedCache] = {}
+        for state in dict.fromkeys(states):
+            shape = CacheShape(
+                states.count(state), block_size, state.num_heads, state.head_size, state.value_head_size, dtype
+            )
+            self._stores[state] = PagedCache(shape, device)
+        self._layers = [
+            LayerState(self._stores[state], states[:layer].count(state), self.kinds.index(state.kind))
+            for layer, state in enumerate(states)
+        ]
+
+    def layer(self, number: int) -> LayerState:
+        """Return the state of a layer."""
+        return self._layers[number]
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks of each kind."""
+        blocks = {self.kinds.index(state.kind): store.num_blocks for state, store in self._stores.items()}
+        return [blocks[place] for place in range(len(self.kinds))]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.num_bytes for store in self._stores.values())
+
+    def resize(self, num_blocks: Sequence[int]) -> None:
+        """Resize to so many blocks of each kind, keeping the first ones' content; 0 frees the storage."""
+        for state, store in self._stores.items():
+            store.resize(num_blocks[self.kinds.index(state.kind)])
+
+    def free(self) -> None:
+        """Free the storage."""
+        self.resize([0] * len(self.kinds))
+
+    def copy_blocks(self, place: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks of the kind at this place, in each of its layers."""
+        for state, store in self._stores.items():
+            if sources and self.kinds.index(state.kind) == place:
+                store.copy_blocks(sources, targets)
+
+
+class LayerState(NamedTuple):
+    """State of one layer."""
+
+    store: PagedCache
+    number: int
+    """Number of the layer in its store."""
+    kind: int
+    """Place of its kind among the cache's."""
+
+
+def affordable_bytes(rollout: RolloutConfig, device: torch.device, axis: Axis) -> tuple[int, str]:
+    """Return the bytes that the cache may take of the configured size or share of memory now, and the settings.
+
+    Collective over the replica's ranks, whose schedulers must agree: all get the smallest number.
     """
     budget_bytes, source = _budget(rollout, device)
-    num_blocks = budget_bytes // block_bytes
     if axis.size > 1:
-        num_blocks = -int(axis.max(torch.tensor(-num_blocks, device=device)))
-    if num_blocks < 2:
-        raise ValueError(
-            f"{source} leaves {budget_bytes} bytes for the KV cache, but 2 blocks take {2 * block_bytes}; raise it or "
-            "use fewer layers or smaller heads"
-        )
-    return num_blocks
+        budget_bytes = -int(axis.max(torch.tensor(-budget_bytes, device=device)))
+    return budget_bytes, source
 
 
 def _budget(rollout: RolloutConfig, device: torch.device) -> tuple[int, str]:

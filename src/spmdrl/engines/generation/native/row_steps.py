@@ -5,11 +5,13 @@ Shape letters: `B` rows, `V` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.forward import CachedDecoder
-from spmdrl.engines.generation.native.paged import BlockPool
+from spmdrl.engines.generation.native.row_memory import BlockCopies, RowMemory
 from spmdrl.engines.generation.native.running_rows import Row, newest_token
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.native.scheduler import Admitted, Scheduler
@@ -56,31 +58,33 @@ class RowSteps:
         self._lockstep = lockstep
         self._rollout = rollout
         self._shares_prefixes = shares_prefixes
-        self._new_schedule(1)
+        self._new_schedule([1] * len(self._cache.kinds))
 
-    def _new_schedule(self, num_blocks: int) -> None:
-        self._pool = BlockPool(num_blocks)
+    def _new_schedule(self, num_blocks: Sequence[int]) -> None:
+        self._memory = RowMemory(self._cache.kinds, num_blocks, self._rollout.block_size)
         # In a step of fixed shape each row has a place.
         merges_rows = self._pipeline is None
         self.scheduler = Scheduler(
-            self._pool, self._rollout, shares_prefixes=self._shares_prefixes, merges_rows=merges_rows
+            self._memory, self._rollout, shares_prefixes=self._shares_prefixes, merges_rows=merges_rows
         )
 
-    def open(self, num_blocks: int) -> None:
-        """Start over without rows, on a cache of this many blocks."""
+    def open(self, num_blocks: Sequence[int]) -> None:
+        """Start over without rows, on a cache of this many blocks of each kind."""
         self._forget_graphs()
         self._cache.resize(num_blocks)
         self._new_schedule(num_blocks)
         self.is_mid_step = False
 
-    def grow(self, num_blocks: int, *, most: int) -> None:
-        """Grow the cache to at least this many blocks."""
-        if num_blocks > self._cache.num_blocks:
+    def grow(self, wanted: Sequence[int], *, most: Sequence[int]) -> None:
+        """Grow the cache to at least the wanted blocks of each kind, if there are fewer, and within the most."""
+        present = self._cache.num_blocks
+        if any(count > there for count, there in zip(map(min, wanted, most), present, strict=True)):
             # By a quarter at least: growing copies, and requests may come one at a time.
-            num_blocks = min(max(num_blocks, self._cache.num_blocks * 5 // 4), most)
+            larger = [max(count, there * 5 // 4) for count, there in zip(wanted, present, strict=True)]
+            grown = list(map(min, larger, most))
             self._forget_graphs()
-            self._cache.resize(num_blocks)
-            self._pool.grow(num_blocks)
+            self._cache.resize(grown)
+            self._memory.grow(grown)
 
     def forget_weights(self) -> None:
         """Drop everything computed from the weights or tied to their addresses: they may change from here on."""
@@ -95,7 +99,7 @@ class RowSteps:
         """Free the cache."""
         if self._pipeline is not None:
             self._pipeline.release()
-        self._cache.resize(0)
+        self._cache.free()
 
     def abort(self) -> list[Response]:
         """End all rows; returns them with their tokens so far."""
@@ -105,7 +109,7 @@ class RowSteps:
         if self.is_mid_step:
             # A failed step's content of the cache may not even be finite.
             num_blocks = self._cache.num_blocks
-            self._cache.resize(0)
+            self._cache.free()
             self.open(num_blocks)
         return responses
 
@@ -123,6 +127,7 @@ class RowSteps:
         # Replicas that share experts all run a forward if one does.
         if any(self._lockstep.most(len(admitted.chunks))):
             self._forward.prefill(admitted.chunks)
+        self._copy(admitted.copies)
         rows, logits = [], []
         for admission in admitted.admissions:
             logits_V = admission.group.logits_V
@@ -152,7 +157,7 @@ class RowSteps:
         """Start a step of the rows that continue, then read the previous step's tokens."""
         responses = []
         # Rows may be preempted, which needs all of their tokens.
-        if self._pool.num_free < len(self.scheduler.running):
+        if min(self._memory.num_free) < len(self.scheduler.running):
             responses += self._read(pipeline, num_left=0)
         self._make_room()
         rows = self.scheduler.going_on()
@@ -169,14 +174,17 @@ class RowSteps:
         return responses
 
     def _make_room(self) -> None:
-        copies = self.scheduler.make_room()
-        if copies.sources:
-            self._cache.copy_blocks(copies.sources, copies.targets)
+        self._copy(self.scheduler.make_room())
+
+    def _copy(self, copies: Sequence[BlockCopies]) -> None:
+        for place, pairs in enumerate(copies):
+            if pairs.sources:
+                self._cache.copy_blocks(place, pairs.sources, pairs.targets)
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
         """Draw one token per row; returns the rows that it ended."""
         responses = self._ended(self._drawer(rows, logits_BV, self.version))
-        self.scheduler.fork(rows)
+        self._copy(self.scheduler.fork(rows))
         return responses
 
     def _ended(self, rows: list[tuple[Row, Finish]]) -> list[Response]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from spmdrl.engines.generation.protocol import Finish, Request, Response
 
 CHOICES_DTYPE = torch.int16
+Tables = list[list[int]]
+"""Blocks of a row by kind of state, each in the order of positions; those behind a window are the scratch block."""
 
 
 class ChoiceRecorder:
@@ -71,8 +73,8 @@ class Branch:
     """
 
     rows: list[Row]
-    table: list[int]
-    """Blocks of all positions; held once, whatever the number of rows."""
+    tables: Tables
+    """Blocks of its positions; held once, whatever the number of rows."""
 
     @property
     def first(self) -> Row:
@@ -103,9 +105,10 @@ class Row:
     """Number of its tokens on the device that the host hasn't read."""
 
     @property
-    def table(self) -> list[int]:
+    def tables(self) -> Tables:
         """Blocks of its positions while it runs."""
-        return [] if self.branch is None else self.branch.table
+        assert self.branch is not None, f"row {self.row} doesn't run"
+        return self.branch.tables
 
     @property
     def is_first(self) -> bool:
@@ -163,8 +166,8 @@ class Group:
 
     rows: list[Row]
     """Rows that still wait, in order."""
-    table: list[int] = field(default_factory=list)
-    """Blocks of all the tokens, held from the first chunk until the last row has started; empty before."""
+    tables: Tables = field(default_factory=list)
+    """Blocks of the tokens, held from the first chunk until the last row has started; empty before."""
     num_computed: int = 0
     """Leading tokens whose keys and values are cached or come with this step's chunks."""
     logits_V: Tensor | None = None
