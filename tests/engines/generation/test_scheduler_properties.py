@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmdrl.engines.generation.native.row_memory import RowMemory, fits
-from spmdrl.engines.generation.native.running_rows import Row
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK
+from spmdrl.engines.generation.native.row_memory import BlockCopies, BlockCounts, RowMemory, fits
+from spmdrl.engines.generation.native.running_rows import Row, Tables
 from spmdrl.engines.generation.native.scheduler import Scheduler
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.mixers import StateKind
@@ -17,9 +18,10 @@ from tests.engines.generation.test_scheduler import STOP, give_token, group, lim
 class Engine:
     """Steps a scheduler over a cache of which each place holds the tokens up to its own: its whole context."""
 
-    def __init__(self, scheduler: Scheduler, limits: RolloutConfig, draw):
-        self.pool, self.scheduler, self.limits, self.draw = scheduler._memory.pools[0], scheduler, limits, draw
-        self.places: dict[tuple[int, int], tuple[int, ...]] = {}
+    def __init__(self, memory: RowMemory, scheduler: Scheduler, limits: RolloutConfig, draw):
+        self.memory, self.scheduler, self.limits, self.draw = memory, scheduler, limits, draw
+        self.places: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        """By kind of state, block and place in it; a slot has one place."""
         self.ended: list[int] = []
         self.num_prefilled = self.num_preempted = self.num_fed = 0
 
@@ -28,52 +30,74 @@ class Engine:
         assert sum(chunk.num_tokens for chunk in admitted.chunks) <= self.limits.max_prefill_tokens
         for chunk in admitted.chunks:
             assert chunk.num_tokens > 0
-            for place in range(chunk.start, chunk.stop):
-                self.write(chunk.group.tables[0], place, chunk.group.token_ids)
+            self.write(chunk.group.tables, chunk.group.token_ids, chunk.start, chunk.stop)
         for chunk in admitted.chunks:
-            self.check(chunk.group.tables[0], chunk.group.token_ids[: chunk.stop])
+            self.check(chunk.group.tables, chunk.group.token_ids[: chunk.stop], chunk.num_tokens)
             self.num_prefilled += chunk.num_tokens
+        self.copy(admitted.copies)
         for admission in admitted.admissions:
             for row in admission.rows:
-                self.check(row.tables[0], tokens_of(row))
+                self.check(row.tables, tokens_of(row))
             self.take_tokens(admission.rows)
         assert len(self.scheduler.running) <= self.limits.max_running_rows
         self.decode()
 
     def decode(self) -> None:
         before = list(self.scheduler.running)
-        [copies] = self.scheduler.make_room()
-        assert len(set(copies.targets)) == len(copies.targets)
-        size = self.limits.block_size
-        read = [[self.places.get((source, place)) for place in range(size)] for source in copies.sources]
-        for target, contexts in zip(copies.targets, read, strict=True):
-            self.places |= {(target, place): context for place, context in enumerate(contexts) if context is not None}
+        self.copy(self.scheduler.make_room())
         rows = list(self.scheduler.running.values())
         # Those that no longer run are the newest.
         assert [row.row for row in rows] == before[: len(rows)]
         self.num_preempted += len(before) - len(rows)
         fed = [row for row in rows if row.is_first]
         self.num_fed += len(fed)
-        written = [row.tables[0][(row.length - 1) // size] for row in fed]
-        assert len(set(written)) == len(written) and not any(map(self.pool.is_shared, written))
+        for kind, pool in enumerate(self.memory.pools):
+            written = [row.tables[kind][self.block(kind, row.length - 1)] for row in fed]
+            assert len(set(written)) == len(written) and not any(map(pool.is_shared, written))
         for row in fed:
-            self.write(row.tables[0], row.length - 1, tokens_of(row))
+            self.write(row.tables, tokens_of(row), row.length - 1, row.length)
         for row in rows:
-            self.check(row.tables[0], tokens_of(row))
+            self.check(row.tables, tokens_of(row))
         self.take_tokens(rows)
 
-    def write(self, table: list[int], place: int, tokens: tuple[int, ...]) -> None:
-        size = self.limits.block_size
-        self.places[table[place // size], place % size] = tokens[: place + 1]
+    def block(self, kind: int, position: int) -> int:
+        return 0 if self.memory.kinds[kind].is_slot else position // self.limits.block_size
 
-    def check(self, table: list[int], tokens: tuple[int, ...]) -> None:
-        size = self.limits.block_size
-        for place in range(len(tokens)):
-            assert self.places[table[place // size], place % size] == tokens[: place + 1]
+    def place(self, kind: int, tables: Tables, position: int) -> tuple[int, int, int]:
+        place = 0 if self.memory.kinds[kind].is_slot else position % self.limits.block_size
+        return kind, tables[kind][self.block(kind, position)], place
+
+    def copy(self, copies: list[BlockCopies]) -> None:
+        for kind, pairs in enumerate(copies):
+            assert len(set(pairs.targets)) == len(pairs.targets)
+            size = self.limits.block_size
+            read = [[self.places.get((kind, source, place)) for place in range(size)] for source in pairs.sources]
+            for target, contexts in zip(pairs.targets, read, strict=True):
+                found = {place: context for place, context in enumerate(contexts) if context is not None}
+                self.places |= {(kind, target, place): context for place, context in found.items()}
+
+    def write(self, tables: Tables, tokens: tuple[int, ...], start: int, stop: int) -> None:
+        for kind, of_kind in enumerate(self.memory.kinds):
+            for position in range(start, stop):
+                place = self.place(kind, tables, position)
+                assert place[1] != SCRATCH_BLOCK
+                if of_kind.is_slot and position:
+                    assert self.places[place] == tokens[:position]
+                self.places[place] = tokens[: position + 1]
+
+    def check(self, tables: Tables, tokens: tuple[int, ...], num_new: int = 1) -> None:
+        """Whether all that the newest tokens see is there."""
+        for kind, of_kind in enumerate(self.memory.kinds):
+            oldest = 0 if of_kind.window is None else max(0, len(tokens) - num_new - of_kind.window + 1)
+            for position in [len(tokens) - 1] if of_kind.is_slot else range(oldest, len(tokens)):
+                assert self.places[self.place(kind, tables, position)] == tokens[: position + 1]
+            if of_kind.window is not None and num_new == 1 and self.num_fed:
+                num_held = sum(block != SCRATCH_BLOCK for block in tables[kind])
+                assert num_held <= -(-(of_kind.window + self.limits.max_prefill_tokens) // self.limits.block_size) + 1
 
     def take_tokens(self, rows: list[Row]) -> None:
         self.ended += [row.row for row in rows if give_token(self.scheduler, row, self.draw())]
-        self.scheduler.fork(rows)
+        self.copy(self.scheduler.fork(rows))
         # A branch is all rows of an admission that have drawn the same ever since.
         for row in self.scheduler.running.values():
             assert row.branch is not None and row in row.branch.rows
@@ -84,6 +108,7 @@ def tokens_of(row: Row) -> tuple[int, ...]:
     return (*row.request.prompt_ids, *row.token_ids)
 
 
+FULL, WINDOW, WIDE, SLOT = StateKind(), StateKind(window=2), StateKind(window=5), StateKind(is_slot=True)
 prompt_strategy = st.lists(st.integers(1, 2), min_size=1, max_size=9).map(tuple)
 shapes_strategy = st.lists(st.tuples(st.integers(1, 5), prompt_strategy, st.integers(1, 7)), min_size=1, max_size=6)
 
@@ -93,7 +118,7 @@ def requests_of(shapes) -> list[Request]:
     return [group(start, *shape) for start, shape in zip(starts, shapes, strict=True)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=400)
 @given(
     shapes=shapes_strategy,
     late=st.integers(0, 3),
@@ -103,18 +128,20 @@ def requests_of(shapes) -> list[Request]:
     shares=st.booleans(),
     merges=st.booleans(),
     spare=st.integers(0, 8),
+    kinds=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, SLOT), (WINDOW, WIDE, SLOT), (SLOT,)]),
     data=st.data(),
 )
 def test_rows_find_their_context_end_in_turn_and_leak_no_block(
-    shapes, late, block_size, slots, prefill, shares, merges, spare, data
+    shapes, late, block_size, slots, prefill, shares, merges, spare, kinds, data
 ):
     requests, rollout = requests_of(shapes), limits(block_size, slots, prefill)
     # Room for the longest row alone.
-    num_blocks = 1 + max(-(-(len(shape[1]) + shape[2] - 1) // block_size) for shape in shapes) + spare
-    memory = RowMemory([StateKind()], [num_blocks], block_size)
+    most = [BlockCounts.of(kinds, rollout).most(request) for request in requests]
+    num_blocks = [1 + max(counts) + spare for counts in zip(*most, strict=True)]
+    memory = RowMemory(kinds, num_blocks, block_size)
     scheduler = Scheduler(memory, rollout, shares_prefixes=shares, merges_rows=merges)
     is_ample = fits(scheduler.blocks_wanted(requests), memory.num_blocks) and slots >= sum(shape[0] for shape in shapes)
-    engine = Engine(scheduler, rollout, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
+    engine = Engine(memory, scheduler, rollout, lambda: data.draw(st.sampled_from([1, 1, 2, STOP])))
     later = requests[len(requests) - min(late, len(requests) - 1) :]
     scheduler.submit(requests[: len(requests) - len(later)])
     order = [row for request in requests for row in request.rows]
@@ -135,7 +162,7 @@ def test_rows_find_their_context_end_in_turn_and_leak_no_block(
         assert running == sorted(running) and max(running, default=-1) < min(waiting, default=len(order))
         assert oldest in engine.ended or before != (progress_of(scheduler, oldest), engine.num_prefilled)
     assert sorted(engine.ended) == order
-    assert memory.num_free == [num_blocks - 1]
+    assert memory.num_free == [count - 1 for count in num_blocks]
     if is_ample:
         assert engine.num_prefilled <= num_prompt_tokens and not engine.num_preempted
 

@@ -62,7 +62,8 @@ class BlockCounts:
     def most(self, request: Request) -> Counts:
         """Return the most blocks of one of the request's rows."""
         first, later = self.held(len(request.prompt_ids), self.most_prefilled), self.held(num_positions(request))
-        return list(map(max, first, later))
+        # A row that starts before its siblings leaves them the prompt's slot.
+        return [max(counts) + kind.is_slot for *counts, kind in zip(first, later, self.kinds, strict=True)]
 
     def growth(self, group: Group) -> Counts:
         """Return the most blocks that a row takes beside the whole ones that it starts from."""
