@@ -33,6 +33,12 @@ class AttentionConfig:
     bias: bool
     """True if the query, key and value projections have biases."""
     output_bias: bool
+    norm_adds_one: bool = False
+    """True if the head norms multiply by 1 + weight."""
+    scale: float | None = None
+    """Factor of the scores; None is 1 / sqrt(K)."""
+    has_gate: bool = False
+    """True if the query projection also gives a gate of each head's output (arXiv:2505.06708)."""
 
     @property
     def cuts(self) -> Mapping[str, HeadCut]:
@@ -42,7 +48,8 @@ class AttentionConfig:
 
     @property
     def num_weights(self) -> int:
-        return self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        num_query_parts = 3 if self.has_gate else 2
+        return self.hidden_size * self.head_size * (num_query_parts * self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def attended_size(self) -> int:
@@ -64,23 +71,33 @@ class SelfAttention(nn.Module):
     def __init__(self, config: AttentionConfig, layer: int):
         super().__init__()
         self.layer = layer
-        self.head_size, self.rope = config.head_size, config.rope
+        self.head_size, self.rope, self.has_gate = config.head_size, config.rope, config.has_gate
+        # The caller's attention scales by 1 / sqrt(K).
+        self._query_factor = 1.0 if config.scale is None else config.scale * config.head_size**0.5
         query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
+        self.q_proj = Linear(config.hidden_size, query_size * (1 + config.has_gate), bias=config.bias)
         self.k_proj = Linear(config.hidden_size, kv_size, bias=config.bias)
         self.v_proj = Linear(config.hidden_size, kv_size, bias=config.bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.rms_eps) if config.qk_norm else None
+        norms = [RMSNorm(config.head_size, config.rms_eps, adds_one=config.norm_adds_one) for _ in range(2)]
+        self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
 
     def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))
+        gate_THK = None
+        if self.has_gate:
+            # Each head's query and gate lie side by side.
+            q_THK, gate_THK = q_THK[:, ::2], q_THK[:, 1::2]
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_TJK = self.q_norm(q_THK), self.k_norm(k_TJK)
         if self.rope is not None:
             rotation = rotations.of(self.rope)
             q_THK, k_TJK = rotation.apply(q_THK), rotation.apply(k_TJK)
+        if self._query_factor != 1:
+            q_THK = q_THK * self._query_factor
         attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK)
+        if gate_THK is not None:
+            attended_THK = attended_THK * gate_THK.sigmoid()
         return self.o_proj(attended_THK.flatten(-2))
 
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.attention import AttentionConfig
@@ -25,7 +26,7 @@ from spmdrl.engines.models.moe import Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
 from spmdrl.nouns.partition import RowCost
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig, WindowConfig
 
 R = TypeVar("R")
 
@@ -72,6 +73,22 @@ class DecoderConfig:
     """Multi-head latent attention instead of the usual projections."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers without rotation of queries and keys (SmolLM3)."""
+    rotary_size: int | None = None
+    """Rotated dims of each head, its first ones; None: all."""
+    window: WindowConfig | None = None
+    """Layers whose attention sees the newest tokens only."""
+    attention_scale: float | None = None
+    """Factor of attention's scores; None is 1 / sqrt(K)."""
+    attention_gate: bool = False
+    """True if the query projection also gives a gate of each head's output."""
+    norm_adds_one: bool = False
+    """True if norms multiply by 1 + weight (Gemma, Qwen3.5)."""
+    output_norms: bool = False
+    """True if attention and feed-forward have norms of their outputs too (Gemma)."""
+    scales_embedding: bool = False
+    """True if embeddings are multiplied by sqrt(D) (Gemma)."""
+    gelu: bool = False
+    """True if the feed-forward's gate is GELU in its tanh form rather than SiLU."""
     head: Literal["vocab", "value"] = "vocab"
     """vocab: a language model's logits, from lm_head or the embedding; value: one number per token, from score."""
     lora: LoraConfig | None = None
@@ -134,12 +151,21 @@ class DecoderConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
-            rope=None if layer in self.unrotated_layers else Rope(self.rope_theta, self.head_size, self.rope_scaling),
+            rope=None if layer in self.unrotated_layers else self._rope(layer),
             rms_eps=self.rms_eps,
             qk_norm=self.qk_norm,
             bias=self.attention_bias,
             output_bias=self.output_bias,
+            norm_adds_one=self.norm_adds_one,
+            scale=self.attention_scale,
+            has_gate=self.attention_gate,
         )
+
+    def _rope(self, layer: int) -> Rope:
+        size = self.head_size if self.rotary_size is None else self.rotary_size
+        if self.window is not None and layer in self.window.layers and self.window.rope_theta is not None:
+            return Rope(self.window.rope_theta, size)
+        return Rope(self.rope_theta, size, self.rope_scaling)
 
 
 class DecoderLayer(nn.Module):
@@ -150,8 +176,11 @@ class DecoderLayer(nn.Module):
         self._mixer_name = config.mixers[layer].name
         self.add_module(self._mixer_name, config.mixers[layer].build(layer))
         self.mlp = _feed_forward(config, layer)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.input_layernorm = _norm(config)
+        self.post_attention_layernorm = _norm(config)
+        # With norms of outputs, `post_attention_layernorm` is one of them.
+        self.pre_feedforward_layernorm = _norm(config) if config.output_norms else None
+        self.post_feedforward_layernorm = _norm(config) if config.output_norms else None
 
     @property
     def mixer(self) -> nn.Module:
@@ -159,15 +188,25 @@ class DecoderLayer(nn.Module):
         return self.get_submodule(self._mixer_name)
 
     def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend, route: Route | None = None) -> Tensor:
-        hidden_TD = hidden_TD + self.mixer(self.input_layernorm(hidden_TD), rotations, attend)
-        normed_TD = self.post_attention_layernorm(hidden_TD)
-        is_sparse = isinstance(self.mlp, SparseFeedForward)
-        return hidden_TD + (self.mlp(normed_TD, route) if is_sparse else self.mlp(normed_TD))
+        mixed_TD = self.mixer(self.input_layernorm(hidden_TD), rotations, attend)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            hidden_TD = hidden_TD + mixed_TD
+            return hidden_TD + self._feed(self.post_attention_layernorm(hidden_TD), route)
+        hidden_TD = hidden_TD + self.post_attention_layernorm(mixed_TD)
+        fed_TD = self._feed(self.pre_feedforward_layernorm(hidden_TD), route)
+        return hidden_TD + self.post_feedforward_layernorm(fed_TD)
+
+    def _feed(self, normed_TD: Tensor, route: Route | None) -> Tensor:
+        return self.mlp(normed_TD, route) if isinstance(self.mlp, SparseFeedForward) else self.mlp(normed_TD)
+
+
+def _norm(config: DecoderConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_eps, adds_one=config.norm_adds_one)
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> FeedForward | SparseFeedForward:
     if config.moe is None or layer in config.moe.dense_layers:
-        return FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        return FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, gelu=config.gelu)
     return SparseFeedForward(config.hidden_size, config.moe, layer)
 
 
@@ -201,10 +240,14 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         # By number rather than in a list, so that a weight's name doesn't depend on the span.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(span.first, span.stop)})
-        self.norm = RMSNorm(config.hidden_size, config.rms_eps) if span.heads else None
+        self.norm = _norm(config) if span.heads else None
+        self._embedding_scale = config.hidden_size**0.5 if config.scales_embedding else None
 
     def forward(self, inputs: Tensor, rotations: Rotations, attend: Attend, route: Route | None) -> Tensor:
         hidden_TD = self.embedding(inputs) if self.embeds else inputs
+        if self.embeds and self._embedding_scale is not None:
+            # Rounded to the embedding's dtype first, as Gemma was trained.
+            hidden_TD = hidden_TD * torch.tensor(self._embedding_scale, dtype=hidden_TD.dtype).item()
         for layer in self.layers.values():
             hidden_TD = layer(hidden_TD, rotations, attend, route)
         return hidden_TD if self.norm is None else self.norm(hidden_TD)

@@ -31,13 +31,17 @@ class Attend(Protocol):
 class RMSNorm(nn.Module):
     """Root mean square normalization over the last dim (arXiv:1910.07467, eq. 4), computed in float32."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, *, adds_one: bool = False):
+        """With `adds_one` the factor is 1 + weight, and applied in float32 too (Gemma)."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.adds_one = adds_one
 
     def forward(self, values: Tensor) -> Tensor:
-        return ops.rms_norm(values, self.weight, self.eps)
+        if not self.adds_one:
+            return ops.rms_norm(values, self.weight, self.eps)
+        return ops.rms_norm(values.to(torch.float32), 1 + self.weight.to(torch.float32), self.eps).to(values.dtype)
 
 
 # A plain class, because FSDP's mixed precision casts every float tensor in a layer's arguments to bfloat16, also inside
@@ -59,8 +63,11 @@ class Rotation:
         self.cos, self.sin = angles.cos() * amplitude, angles.sin() * amplitude  # each [T, 1, K / 2]
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate heads [T, H, K]; computed in float32, returned in their dtype."""
-        return ops.rotate(heads, self.cos, self.sin)
+        """Rotate the first dims of heads [T, H, K], or all; computed in float32, returned in their dtype."""
+        size = 2 * self.cos.shape[-1]
+        if size == heads.shape[-1]:
+            return ops.rotate(heads, self.cos, self.sin)
+        return torch.cat((ops.rotate(heads[..., :size], self.cos, self.sin), heads[..., size:]), dim=-1)
 
     def apply_to_pairs(self, heads: Tensor) -> Tensor:
         """Rotate heads whose pairs are neighbours; the result is half-split, which changes no product of two."""
@@ -75,19 +82,20 @@ class Linear(nn.Linear):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward layer (arXiv:2002.05202, eq. 6)."""
+    """Gated feed-forward layer: SwiGLU, or GEGLU with the tanh form of GELU (arXiv:2002.05202, eq. 6)."""
 
     joined = ("gate_proj", "up_proj")
     """Projections of the same input, which `project` computes."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False):
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, gelu: bool = False):
         super().__init__()
+        self._gate = ops.geglu if gelu else ops.swiglu
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(*self.project(hidden_TD)))
+        return self.down_proj(self._gate(*self.project(hidden_TD)))
 
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Compute gate and up projections of the same input; replaced from outside by a single product."""

@@ -56,6 +56,18 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class WindowConfig:
+    """Layers whose attention sees the newest tokens only."""
+
+    size: int
+    """Number of tokens that a token sees, itself included."""
+    layers: tuple[int, ...]
+    """The layers."""
+    rope_theta: float | None = None
+    """Base of their rotary frequencies, without scaling; None: as in the other layers."""
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Sizes of multi-head latent attention."""
 

@@ -86,6 +86,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return implementation("swiglu", gate)(gate, up)
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up with the tanh form of GELU (arXiv:1606.08415, section 2)."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x))."""
     return implementation("sigmoid", x)(x)
