@@ -325,5 +325,5 @@ def row_cost_of(config: DecoderConfig) -> RowCost:
 
 def _sparse_weights(hidden_size: int, moe: MoeConfig) -> int:
     """Count elements that a token uses in one sparse layer: the router, its own experts and the shared ones."""
-    num_met = moe.experts_per_token + moe.num_shared_experts
-    return hidden_size * (moe.num_experts + 3 * moe.intermediate_size * num_met)
+    width = moe.experts_per_token * moe.intermediate_size + moe.shared_width
+    return hidden_size * (moe.num_experts + 3 * width)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.layers import FeedForward
-from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.engines.models.layers import FeedForward, Linear
+from spmdrl.nouns.settings.model_sizes import ClampedGate, MoeConfig
 
 
 class Route(Protocol):
@@ -94,12 +94,14 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.bias else None
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.scoring == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", bias_E)
 
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the affinities [T, E] and the chosen experts [T, C]."""
-        products_TE = F.linear(hidden_TD.to(torch.float32), self.weight.to(torch.float32))
+        bias_E = None if self.bias is None else self.bias.to(torch.float32)
+        products_TE = F.linear(hidden_TD.to(torch.float32), self.weight.to(torch.float32), bias_E)
         scores_TE = products_TE.softmax(-1) if self.config.scoring == "softmax" else ops.sigmoid(products_TE)
         return scores_TE, self._choose(scores_TE.detach())
 
@@ -127,6 +129,9 @@ class Experts(nn.Module):
     """Weights of all experts of a layer, stacked; files hold them one expert at a time."""
 
     dispatch: Dispatch
+    gate_proj_bias: Tensor | None
+    up_proj_bias: Tensor | None
+    down_proj_bias: Tensor | None
 
     def __init__(self, hidden_size: int, config: MoeConfig):
         super().__init__()
@@ -136,6 +141,13 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, width))
+        # After all weights, as every layer's are in that order.
+        for name, size in (("gate_proj", width), ("up_proj", width), ("down_proj", hidden_size)):
+            bias_EO = nn.Parameter(torch.empty(num_experts, size)) if config.bias else None
+            self.register_parameter(f"{name}_bias", bias_EO)
+        self.clamp = config.clamp
+        self.num_bias_shares = 1
+        """Number of ranks that sum their outputs, each with its share of the last bias."""
         self.dispatch = LocalDispatch()
 
     def forward(self, hidden_TD: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
@@ -143,9 +155,25 @@ class Experts(nn.Module):
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Return the outputs [M, D] of the experts held here, a `Compute`."""
-        gate_MI = ops.grouped_linear(rows_MD, self.gate_proj, counts_E)
-        up_MI = ops.grouped_linear(rows_MD, self.up_proj, counts_E)
-        return ops.grouped_linear(ops.swiglu(gate_MI, up_MI), self.down_proj, counts_E)
+        gate_MI = _with_bias(ops.grouped_linear(rows_MD, self.gate_proj, counts_E), self.gate_proj_bias, counts_E)
+        up_MI = _with_bias(ops.grouped_linear(rows_MD, self.up_proj, counts_E), self.up_proj_bias, counts_E)
+        gated_MI = ops.swiglu(gate_MI, up_MI) if self.clamp is None else _clamped_swiglu(gate_MI, up_MI, self.clamp)
+        out_MD = ops.grouped_linear(gated_MI, self.down_proj, counts_E)
+        bias_ED = self.down_proj_bias
+        return _with_bias(out_MD, None if bias_ED is None else bias_ED / self.num_bias_shares, counts_E)
+
+
+def _with_bias(rows_MO: Tensor, bias_EO: Tensor | None, counts_E: Tensor) -> Tensor:
+    """Add each expert's bias to its own rows."""
+    if bias_EO is None:
+        return rows_MO
+    counts_E = counts_E.to(rows_MO.device)
+    return rows_MO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(rows_MO))
+
+
+def _clamped_swiglu(gate_MI: Tensor, up_MI: Tensor, clamp: ClampedGate) -> Tensor:
+    gate_MI, up_MI = gate_MI.clamp(max=clamp.limit), up_MI.clamp(-clamp.limit, clamp.limit)
+    return (up_MI + 1) * (gate_MI * torch.sigmoid(gate_MI * clamp.alpha))
 
 
 class SparseFeedForward(nn.Module):
@@ -156,12 +184,17 @@ class SparseFeedForward(nn.Module):
         self.layer = layer
         self.gate = Router(hidden_size, config)
         self.experts = Experts(hidden_size, config)
-        shared_size = config.num_shared_experts * config.intermediate_size
-        self.shared_experts = FeedForward(hidden_size, shared_size) if shared_size else None
+        self.shared_experts = FeedForward(hidden_size, config.shared_width) if config.shared_width else None
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
 
     def forward(self, hidden_TD: Tensor, route: Route | None = None) -> Tensor:
         out_TD = self.routed(hidden_TD, route)
-        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(hidden_TD)
+        if self.shared_experts is None:
+            return out_TD
+        shared_TD = self.shared_experts(hidden_TD)
+        if self.shared_expert_gate is not None:
+            shared_TD = shared_TD * self.shared_expert_gate(hidden_TD).sigmoid()
+        return out_TD + shared_TD
 
     def routed(self, hidden_TD: Tensor, route: Route | None) -> Tensor:
         """Return the weighted sum [T, D] of each token's experts."""

@@ -20,6 +20,7 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import Linear
 from spmdrl.engines.models.lora import AdaptedLinear
+from spmdrl.engines.models.moe import Experts
 from spmdrl.engines.parallel.axis_collectives import gather_rows, scatter_row_sums
 from spmdrl.engines.parallel.weight_cuts import (
     Parts,
@@ -67,6 +68,7 @@ def _widths(config: DecoderConfig) -> dict[str, int]:
         widths["intermediate_size"] = config.intermediate_size
     if config.moe is not None:
         widths["moe_intermediate_size"] = config.moe.intermediate_size
+        widths["shared_expert_intermediate_size"] = config.moe.shared_width
     return widths
 
 
@@ -84,7 +86,7 @@ def apply_tensor_parallel(
     for name in parts.shapes:
         if cuts_experts or not is_of_experts(name):
             _cut(decoder, name, axis, parts)
-        _share_bias(decoder, name, axis)
+        _share_bias(decoder, name, axis, cuts_experts=cuts_experts)
     if "model.embed_tokens.weight" in parts.shapes:
         decoder.model.embed_tokens = _EmbeddingPart(decoder.model.embedding.weight, vocabulary, shares_tokens)
     for layer in decoder.layers:
@@ -123,9 +125,13 @@ def _sum_outputs(block: nn.Module, axis: Axis) -> None:
     block.register_forward_hook(add_up)
 
 
-def _share_bias(decoder: Decoder, name: str, axis: Axis) -> None:
+def _share_bias(decoder: Decoder, name: str, axis: Axis, *, cuts_experts: bool) -> None:
     """Scale a bias whose projection's outputs are summed, so that it counts once."""
     path, _, kind = name.rpartition(".")
+    if is_of_experts(name) and kind == "down_proj_bias" and cuts_experts:
+        experts = decoder.get_submodule(path)
+        assert isinstance(experts, Experts), name
+        experts.num_bias_shares = axis.size
     parent, _, projection = path.rpartition(".")
     if kind == "bias" and is_summed(decoder.config, name):
         linear = decoder.get_submodule(path)

@@ -49,12 +49,16 @@ def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> Tensor
     """Return the tensor axis's cut of a weight or bias by its name and whole shape; None if it is replicated."""
     *_, module, kind = name.split(".")
     # Stacked expert weights have the experts in front, and are named like a module's parameter.
-    projection, first = (kind, 1) if is_of_experts(name) else (module, 0)
+    projection, first = (kind.removesuffix("_bias"), 1) if is_of_experts(name) else (module, 0)
     if is_adapter(name):
         projection = name.split(".")[-3]
     by_heads = _head_cuts(config, name).get(projection)
     side = _SIDES.get(projection) if by_heads is None else by_heads.side
-    if side is None or (side == INPUTS and kind == "bias") or (is_adapter(name) and module != _ADAPTER_OF_SIDE[side]):
+    if (
+        side is None
+        or (side == INPUTS and kind.endswith("bias"))
+        or (is_adapter(name) and module != _ADAPTER_OF_SIDE[side])
+    ):
         return None
     if by_heads is not None:
         return TensorCut(first + side, by_heads.num_heads, by_heads.heads_per_slot)

@@ -7,6 +7,16 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """gpt-oss's gate: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), where g = min(gate, limit)."""
+
+    limit: float
+    """Largest value of the gate, and of the other factor in both directions."""
+    alpha: float
+    """Factor inside of the sigmoid."""
+
+
+@dataclass(frozen=True)
 class MoeConfig:
     """Sizes and rules of the sparse layers."""
 
@@ -29,6 +39,14 @@ class MoeConfig:
     """Groups that each token chooses among; a group's rank is the sum of its best two experts."""
     num_shared_experts: int = 0
     """Experts that every token goes through; together they are one feed-forward of this many times the width."""
+    shared_size: int | None = None
+    """Width of the feed-forward that every token goes through, in place of `num_shared_experts`."""
+    shared_gate: bool = False
+    """True if a sigmoid of each token scales what that feed-forward adds (Qwen3.5)."""
+    bias: bool = False
+    """True if the router and the experts' projections have biases (gpt-oss)."""
+    clamp: ClampedGate | None = None
+    """Limits of the experts' gate; None: plain SwiGLU."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a dense feed-forward instead."""
 
@@ -49,6 +67,11 @@ class MoeConfig:
                 f"topk_group {self.groups_per_token} groups of {group_size} experts can't give num_experts_per_tok "
                 f"{self.experts_per_token} experts per token, of groups of 2 or more; raise topk_group or lower n_group"
             )
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the feed-forward that every token goes through; 0 without any."""
+        return self.num_shared_experts * self.intermediate_size if self.shared_size is None else self.shared_size
 
     @property
     def is_group_limited(self) -> bool:
