@@ -58,7 +58,7 @@ def npu_fusion_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     ends, key_ends, mask = options["actual_seq_qlen"], options["actual_seq_kvlen"], options["atten_mask"]
     assert isinstance(ends, list) and isinstance(key_ends, list) and isinstance(mask, Tensor)
-    assert input_layout == "TND" and options["sparse_mode"] == 3 and isinstance(options["scale"], float)
+    assert input_layout == "TND" and options["sparse_mode"] in (3, 4) and isinstance(options["scale"], float)
     assert mask.shape == (2048, 2048) and mask.equal(torch.ones(2048, 2048, dtype=torch.bool).triu(1))
     _refuse(not 1 <= len(ends) <= 1024 or ends[-1] != len(query) != 0, "1 to 1024 rows, which hold all tokens")
     _refuse(len(key_ends) != len(ends) or key_ends[-1] != len(key), "as many rows of keys, which hold all keys")
@@ -72,6 +72,11 @@ def npu_fusion_attention(
         k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
         # The triangle's corner is the last query's last key.
         hidden = torch.ones(stop - start, last - first, dtype=torch.bool).triu(1 + last - first - stop + start)
+        if options["sparse_mode"] == 4:
+            assert options["next_tockens"] == 0 and ends == key_ends, (
+                "the band's place among more keys isn't documented"
+            )
+            hidden |= torch.ones_like(hidden).tril(-1 - options["pre_tockens"])
         scores = (q @ k.mT * options["scale"]).masked_fill(hidden, -torch.inf)
         attended.append((scores.softmax(-1) @ v).transpose(0, 1))
     unused = query.new_empty(0)

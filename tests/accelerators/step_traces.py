@@ -42,7 +42,9 @@ class _OnTheDevice(TorchDispatchMode):
 def pages_of_shapes() -> Iterator[None]:
     """Paged attention that makes a result of its shape: Triton launches nothing on fake tensors."""
 
-    def attend(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+    def attend(
+        q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor, *seen: object
+    ) -> Tensor:
         assert tables_BC.dtype == lengths_B.dtype == torch.int32 and lengths_B.is_contiguous()
         return q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,14 +27,14 @@ def test_pages_read_where_they_lie(
         copying.setitem(TABLE["paged_attention"], device.type, plain.paged_attention)
         expected, calls = finish("at once"), []
 
-    def paged_attention(*arguments: torch.Tensor) -> torch.Tensor:
+    def paged_attention(*arguments: Any) -> torch.Tensor:
         calls.append(arguments)
         return own(*arguments)
 
     own = TABLE["paged_attention"].get(device.type, plain.paged_attention)
     monkeypatch.setitem(TABLE["paged_attention"], device.type, paged_attention)
     found = finish(schedule)
-    assert calls and all(tables.dtype == lengths.dtype == torch.int32 for *_, tables, lengths in calls)
+    assert calls and all(tables.dtype == lengths.dtype == torch.int32 for _, _, _, tables, lengths, *_ in calls)
     assert tokens_in(found) == tokens_in(expected)
     for row, response in found.items():
         torch.testing.assert_close(response.logprobs, expected[row].logprobs, atol=1e-4, rtol=0)

@@ -11,7 +11,10 @@ from spmdrl.resources import device as devices
 
 # It reads memory by its address, which on the device a kernel alone may.
 _LIBRARY = torch.library.Library("simulated", "DEF")
-_LIBRARY.define("paged_attention(Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor lengths) -> Tensor")
+_LIBRARY.define(
+    "paged_attention(Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor lengths, int? window=None, "
+    "Tensor? sinks=None) -> Tensor"
+)
 _LIBRARY.impl("paged_attention", cpu.paged_attention, "CPU")
 
 

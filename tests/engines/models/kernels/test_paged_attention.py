@@ -23,6 +23,10 @@ CASES = [
 ]
 
 
+# The longest row of the cases ends at 513.
+WINDOWS = [None, 1, 2, 5, 64, 255, 256, 257, 513, 600]
+
+
 def pages(case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Queries, keys and values, block tables and lengths; blocks lie in random order, and some tables are too long."""
     num_queries, num_heads, key_size, value_size, block_size, lengths = case
@@ -38,14 +42,40 @@ def pages(case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     )
 
 
-def softmax_attention(queries: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+def softmax_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     attended = []
     for query, table, length in zip(queries.double(), tables.tolist(), lengths.tolist(), strict=True):
-        key, value = (store[table].double().transpose(0, 1).flatten(1, 2)[:, :length] for store in (keys, values))
-        shared = query.unflatten(0, (len(key), -1))
-        weights = torch.softmax(shared @ key.transpose(1, 2) * query.shape[-1] ** -0.5, dim=-1)
-        attended.append((weights @ value).flatten(0, 1))
+        seen = slice(0 if window is None else max(0, length - window), length)
+        key, value = (store[table].double().transpose(0, 1).flatten(1, 2)[:, seen] for store in (keys, values))
+        scores = query.unflatten(0, (len(key), -1)) @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+        exponentials = scores.exp()
+        total = exponentials.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += sinks.double().exp().view(len(key), -1, 1)
+        attended.append((exponentials / total @ value).flatten(0, 1))
     return torch.stack(attended)
+
+
+def sinks_of(case) -> Tensor:
+    return torch.randn(case[0], generator=torch.Generator().manual_seed(1)) * 2
+
+
+def without_unseen(arguments: tuple[Tensor, ...], window: int | None) -> tuple[Tensor, ...]:
+    """The same with tables that name a block of infinities where a row doesn't look."""
+    queries, keys, values, tables, lengths = arguments
+    keys, values = (torch.cat([store, torch.full_like(store[:1], torch.inf)]) for store in (keys, values))
+    ends = (torch.arange(tables.shape[1]) + 1) * keys.shape[2]
+    first = torch.zeros_like(lengths) if window is None else lengths - window
+    is_unseen = (ends <= first[:, None]) | (ends - keys.shape[2] >= lengths[:, None])
+    return queries, keys, values, tables.masked_fill(is_unseen, len(keys) - 1), lengths
 
 
 def interpreted(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -82,6 +112,36 @@ def test_the_kernel_equals_softmax_attention(kernel) -> None:
         torch.testing.assert_close(found.double(), softmax_attention(*arguments), atol=tolerance, rtol=0)
 
 
+def test_the_kernel_sees_the_window_alone_and_joins_the_sinks(kernel) -> None:
+    kinds = [(case, window, sinks) for case in CASES for window in WINDOWS for sinks in (None, sinks_of(case))]
+    calls = [(*without_unseen(pages(case, torch.float32), window), window, sinks) for case, window, sinks in kinds]
+    for (case, *seen), found in zip(kinds, kernel(calls), strict=True):
+        expected = softmax_attention(*pages(case, torch.float32), *seen)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_cpu_sees_the_window_alone_and_joins_the_sinks(case, dtype: torch.dtype) -> None:
+    if not ops.reads_pages(torch.device("cpu")):
+        pytest.skip("this machine has no C++ compiler")
+    arguments, tolerance = pages(case, dtype), 1e-5 if dtype is torch.float32 else 2e-2
+    for window in WINDOWS:
+        for sinks in (None, sinks_of(case)):
+            found = ops.paged_attention(*without_unseen(arguments, window), window, sinks)
+            expected = softmax_attention(*arguments, window, sinks)
+            torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plain_one_sees_the_window_alone_and_joins_the_sinks(case) -> None:
+    arguments = pages(case, torch.float32)
+    for window in WINDOWS:
+        for sinks in (None, sinks_of(case)):
+            found = plain.paged_attention(*arguments, window, sinks).double()
+            torch.testing.assert_close(found, softmax_attention(*arguments, window, sinks), atol=1e-5, rtol=0)
+
+
 def test_the_kernel_rounds_a_row_alike_in_every_batch_and_table(kernel) -> None:
     queries, keys, values, tables, lengths = pages(CASES[1], torch.float32)
     wider = torch.cat([tables, torch.zeros_like(tables)], dim=1)
@@ -113,8 +173,11 @@ def test_a_cpu_rounds_a_row_alike_in_every_batch_and_table_and_on_any_threads() 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernel_compiles_for_hopper(dtype: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for_hopper(
+    dtype: str, window: int | None, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     triton = pytest.importorskip("triton", reason="triton isn't installed; it comes with torch's CUDA builds")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -124,9 +187,9 @@ def test_the_kernel_compiles_for_hopper(dtype: str, tmp_path, monkeypatch: pytes
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {
         "NUM_HEADS": 4, "NUM_SHARING": 7, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 32, "QUERIES": 16,
-        "KEY_LANES": 128, "VALUE_LANES": 128, "CHUNK": 256, "TILE": 64,
+        "KEY_LANES": 128, "VALUE_LANES": 128, "CHUNK": 256, "TILE": 64, "WINDOW": window, "HAS_SINKS": True,
     }  # fmt: skip
-    kinds = dict.fromkeys(("queries", "keys", "values", "out"), f"*{dtype}")
+    kinds = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), f"*{dtype}")
     kinds |= {"tables": "*i32", "lengths": "*i32", "parts": "*fp32", "bounds": "*fp32", "scale": "fp32"}
     for function in (paged_kernel._attend_chunks, paged_kernel._merge_chunks):
         names = function.arg_names

@@ -42,6 +42,14 @@ def behind(first: list[int], *rows: tuple[int, int]) -> Callable[[torch.device],
     return lambda device: (PrefixedRows(offsets_of(first), lengths, prefixes),)
 
 
+def within(
+    rows: Callable[[torch.device], tuple[object, ...]], window: int | None, *, num_sinks: int = 0
+) -> Callable[[torch.device], tuple[object, ...]]:
+    """Rows with a window, and sinks of so many heads."""
+    sinks = torch.linspace(-1, 2, num_sinks) if num_sinks else None
+    return lambda device: (*rows(device), window, None if sinks is None else sinks.to(device))
+
+
 def counts(*of_expert: int) -> Callable[[torch.device], tuple[object, ...]]:
     return lambda device: (torch.tensor(of_expert, device=device),)
 
@@ -71,10 +79,16 @@ CASES: dict[str, list[Case]] = {
         Case(((12, 4, 16), (12, 2, 16), (12, 2, 16)), rows_of(5, 0, 7)),
         Case(((70, 4, 24), (70, 4, 24), (70, 4, 16)), rows_of(3, 40, 1, 21, 5)),
         Case(((0, 4, 16), (0, 2, 16), (0, 2, 8)), rows_of()),
+        Case(((12, 4, 16), (12, 2, 16), (12, 2, 16)), within(rows_of(5, 0, 7), 3)),
+        Case(((70, 4, 24), (70, 4, 24), (70, 4, 16)), within(rows_of(3, 40, 1, 21, 5), 9, num_sinks=4)),
+        Case(((12, 4, 16), (12, 2, 16), (12, 2, 16)), within(rows_of(12), None, num_sinks=4)),
+        Case(((0, 4, 16), (0, 2, 16), (0, 2, 8)), within(rows_of(), 3, num_sinks=4)),
     ],
     "prefixed_attention": [
         Case(((12, 4, 16), (12, 4, 16), (12, 4, 16)), behind([7], (3, 0), (2, 0))),
         Case(((121, 4, 24), (121, 2, 24), (121, 2, 16)), behind([2, 48, 9, 1], (10, 0), (1, 1), (20, 1), (30, 3))),
+        Case(((12, 4, 16), (12, 2, 16), (12, 2, 16)), within(behind([7], (3, 0), (2, 0)), 4)),
+        Case(((12, 4, 24), (12, 2, 24), (12, 2, 16)), within(behind([7], (3, 0), (2, 0)), 4, num_sinks=4)),
     ],
 }
 DIFFERENTIABLE = [

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
+from spmdrl.engines.models.kernels.packed import Sinks, Window
 
 _PAGE_READERS = {torch.float32: "paged_attention_float32", torch.bfloat16: "paged_attention_bfloat16"}
 # oneDNN's layout for this many rows is also the one for any greater number.
@@ -46,8 +47,10 @@ class _PageSizes(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("rows", "heads", "kv_heads", "key_size", "value_size", "block_size", "table_size", "threads")
-    ]
+        for name in (
+            "rows", "heads", "kv_heads", "key_size", "value_size", "block_size", "table_size", "threads", "window"
+        )
+    ]  # fmt: skip
 
 
 def reads_pages(dtype: torch.dtype | None) -> bool:
@@ -55,18 +58,31 @@ def reads_pages(dtype: torch.dtype | None) -> bool:
     return (dtype is None or dtype in _PAGE_READERS) and cpu_library() is not None
 
 
-def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+def paged_attention(
+    q_BHK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_BC: Tensor,
+    lengths_B: Tensor,
+    window: Window = None,
+    sinks_H: Sinks = None,
+) -> Tensor:
     library = cpu_library()
     if library is None or q_BHK.dtype not in _PAGE_READERS:
-        return plain.paged_attention(q_BHK, keys, values, tables_BC, lengths_B)
+        return plain.paged_attention(q_BHK, keys, values, tables_BC, lengths_B, window, sinks_H)
     assert keys.is_contiguous() and values.is_contiguous(), "pages are contiguous"
     (num_rows, num_heads, key_size), (_, num_kv_heads, block_size, value_size) = q_BHK.shape, values.shape
     q_BHK, tables_BC, lengths_B = q_BHK.contiguous(), tables_BC.contiguous(), lengths_B.contiguous()
     out_BHU = q_BHK.new_empty(num_rows, num_heads, value_size)
+    # Without a window a row's last positions are as many as its table holds.
+    table_size = tables_BC.shape[1]
     sizes = _PageSizes(
-        num_rows, num_heads, num_kv_heads, key_size, value_size, block_size, tables_BC.shape[1], torch.get_num_threads()
-    )
+        num_rows, num_heads, num_kv_heads, key_size, value_size, block_size, table_size, torch.get_num_threads(),
+        table_size * block_size if window is None else window,
+    )  # fmt: skip
+    sinks_H = None if sinks_H is None else sinks_H.to(torch.float32).contiguous()
     inputs = [ctypes.c_void_p(x.data_ptr()) for x in (q_BHK, keys, values, tables_BC, lengths_B)]
+    inputs.append(ctypes.c_void_p(None if sinks_H is None else sinks_H.data_ptr()))
     attend = getattr(library, _PAGE_READERS[q_BHK.dtype])
     if not attend(*inputs, ctypes.byref(sizes), ctypes.c_void_p(out_BHU.data_ptr())):
         raise MemoryError(f"no memory for the scores of {num_rows} rows of at most {int(lengths_B.max())} positions")

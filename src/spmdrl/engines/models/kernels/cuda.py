@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.packed import PackedRows, pad_values, padded_attention
+from spmdrl.engines.models.kernels.packed import (
+    PackedRows,
+    Sinks,
+    Window,
+    join_sinks,
+    pad_values,
+    padded_attention,
+    sinks_backward,
+)
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows, padded_prefixed_attention
 
 try:
@@ -23,6 +31,8 @@ except ImportError:
     LigerRMSNormFunction = LigerSiLUMulFunction = None
 
 _HALF = (torch.bfloat16, torch.float16)
+Bounds = tuple[Tensor, Tensor, int, int]
+"""Offsets of the rows' queries and of their keys, int32, with the largest number of each."""
 # Requirements of flash attention on devices and heads.
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_LARGEST_HEAD = 256
@@ -59,27 +69,34 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return plain.add_matmul(out, a, b)
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     if not rows.lengths or not _flash_can(q_THK):
-        return padded_attention(q_THK, k_TJK, v_TJU, rows)
+        return padded_attention(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
     ends = rows.cumulative(q_THK.device)
-    return _flash(q_THK, k_TJK, v_TJU, (ends, ends, rows.longest, rows.longest))
+    return _flash(q_THK, k_TJK, v_TJU, (ends, ends, rows.longest, rows.longest), window, sinks_H)
 
 
-def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+def prefixed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     if not _flash_can(q_THK):
-        return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows)
+        return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
     num_first, packed = rows.num_first, rows.packed(q_THK.device)
-    first = packed_attention(q_THK[:num_first], k_TJK[:num_first], v_TJU[:num_first], rows.first)
+    q, k, v = (heads[:num_first] for heads in (q_THK, k_TJK, v_TJU))
+    first = packed_attention(q, k, v, rows.first, window, sinks_H)
     keys, values = (copy_rows(heads, packed.keys) for heads in (k_TJK, v_TJU))
     bounds = (packed.ends, packed.rows.cumulative(q_THK.device), packed.longest, packed.rows.longest)
     # With fewer queries than keys, the last one sees the last key.
-    return torch.cat((first, _flash(q_THK[num_first:], keys, values, bounds)))
+    return torch.cat((first, _flash(q_THK[num_first:], keys, values, bounds, window, sinks_H)))
 
 
-def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
+def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: Bounds, window: Window, sinks_H: Sinks) -> Tensor:
     value_size = v_TJU.shape[-1]
     v_TJK = pad_values(k_TJK, v_TJU)
+    if window is not None or sinks_H is not None:
+        return _WindowedFlash.apply(q_THK, k_TJK, v_TJK, bounds, window, sinks_H)[..., :value_size]
     # Only here: it imports Dynamo, which takes longer than the rest of PyTorch.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -95,16 +112,89 @@ def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: tuple[Tensor, Te
     return attended_THK[..., :value_size]
 
 
+# varlen_attn drops the gradient of its logsumexps, and has no window in torch 2.10.
+class _WindowedFlash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, bounds: Bounds, window: Window, sinks_H: Sinks
+    ) -> Tensor:
+        out_THK, lse_TH = flash_forward((q_THK, k_TJK, v_TJK), bounds, is_causal=True, window=window)
+        if sinks_H is not None:
+            out_THK, lse_TH = join_sinks(out_THK, lse_TH, sinks_H)
+        ctx.save_for_backward(q_THK, k_TJK, v_TJK, out_THK, lse_TH, sinks_H)
+        ctx.bounds, ctx.window = bounds, window
+        return out_THK
+
+    @staticmethod
+    def backward(ctx: Any, by_out_THK: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out_THK, lse_TH, sinks_H = ctx.saved_tensors
+        whole, by_out_THK = (out_THK, lse_TH), by_out_THK.contiguous()
+        by_inputs = flash_backward(by_out_THK, inputs, whole, ctx.bounds, is_causal=True, window=ctx.window)
+        by_sinks = None if sinks_H is None else sinks_backward(by_out_THK, whole, sinks_H)
+        return *by_inputs, None, None, by_sinks
+
+
+def flash_forward(
+    inputs: Sequence[Tensor],
+    bounds: Bounds,
+    *,
+    is_causal: bool,
+    window: Window = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K].
+
+    torch.nn.attention.varlen, which uses the same kernels, takes no logsumexp for a partial softmax's backward.
+    """
+    out_THK, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        *inputs, *bounds, 0.0, is_causal and window is None, False, scale=scale, **_window_sizes(window)
+    )
+    return out_THK, lse_HT.T
+
+
+def flash_backward(
+    by_out_THK: Tensor,
+    inputs: Sequence[Tensor],
+    whole: tuple[Tensor, Tensor],
+    bounds: Bounds,
+    *,
+    is_causal: bool,
+    window: Window = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of queries, keys and values, from output and logsumexp of the whole softmax."""
+    out_THK, lse_TH = whole
+    # The random state is for dropout only.
+    random_state = torch.zeros(2, dtype=torch.uint64, device=by_out_THK.device)
+    unused = torch.empty(0, device=by_out_THK.device)
+    return torch.ops.aten._flash_attention_backward(
+        by_out_THK, *inputs, out_THK, lse_TH.T.contiguous(), *bounds, 0.0, is_causal and window is None, random_state,
+        unused, scale=scale, **_window_sizes(window),
+    )  # fmt: skip
+
+
+def _window_sizes(window: Window) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+def _paged_attention(
+    q_BHK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_BC: Tensor,
+    lengths_B: Tensor,
+    window: Window = None,
+    sinks_H: Sinks = None,
+) -> Tensor:
     # In torch's CUDA builds only.
     from spmdrl.engines.models.kernels import paged_kernel
 
-    return paged_kernel.paged_attention(q_BHK, keys, values, tables_BC, lengths_B)
+    return paged_kernel.paged_attention(q_BHK, keys, values, tables_BC, lengths_B, window, sinks_H)
 
 
 # Not varlen_attn, which takes block tables from 2.12 on, in blocks of 256 positions, and whose second version leaves

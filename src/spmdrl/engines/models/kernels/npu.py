@@ -11,12 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import plain
-from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
-from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows
+from spmdrl.engines.models.kernels.packed import (
+    PackedRows,
+    Sinks,
+    Window,
+    nothing_attended,
+    pad_values,
+    padded_attention,
+)
+from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows, padded_prefixed_attention
 
 _HALF = (torch.bfloat16, torch.float16)
-# npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size.
-_CAUSAL_MODE = 3
+# npu_fusion_attention's sparse mode 3 is the causal mask of each row, which it reads from one triangle of this size; in
+# mode 4 a query also sees no more than `pre_tockens` keys before its own.
+_CAUSAL_MODE, _BAND_MODE = 3, 4
 _TRIANGLE_SIZE = 2048
 # The documented limit of rows in one call.
 _MOST_ROWS = 1024
@@ -99,13 +107,23 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     if not rows.lengths:
         return nothing_attended(q_THK, k_TJK, v_TJU)
-    return _attend_rows(q_THK, k_TJK, v_TJU, rows.offsets, rows.offsets)
+    if sinks_H is not None:
+        # The operator's logsumexps have no gradient.
+        return padded_attention(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
+    return _attend_rows(q_THK, k_TJK, v_TJU, rows.offsets, rows.offsets, window)
 
 
-def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+def prefixed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
+    # The place of a band among rows with more keys than queries isn't documented.
+    if window is not None or sinks_H is not None:
+        return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
     num_first, packed = rows.num_first, rows.packed(q_THK.device)
     first = packed_attention(q_THK[:num_first], k_TJK[:num_first], v_TJU[:num_first], rows.first)
     keys, values = (copy_rows(heads, packed.keys) for heads in (k_TJK, v_TJU))
@@ -115,14 +133,20 @@ def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: Prefix
 
 
 def _attend_rows(
-    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, offsets: Sequence[int], key_offsets: Sequence[int]
+    q_THK: Tensor,
+    k_TJK: Tensor,
+    v_TJU: Tensor,
+    offsets: Sequence[int],
+    key_offsets: Sequence[int],
+    window: Window = None,
 ) -> Tensor:
     values = pad_values(k_TJK, v_TJU)
     attended = []
     for first in range(0, len(offsets) - 1, _MOST_ROWS):
         ends, key_ends = (bounds[first : first + _MOST_ROWS + 1] for bounds in (offsets, key_offsets))
         queries, keys = (slice(bounds[0], bounds[-1]) for bounds in (ends, key_ends))
-        attended.append(_attend(q_THK[queries], k_TJK[keys], values[keys], _from_0(ends), _from_0(key_ends)))
+        heads = (q_THK[queries], k_TJK[keys], values[keys])
+        attended.append(_attend(*heads, _from_0(ends), _from_0(key_ends), window))
     attended_THK = attended[0] if len(attended) == 1 else torch.cat(attended)
     return attended_THK[..., : v_TJU.shape[-1]]
 
@@ -132,7 +156,12 @@ def _from_0(offsets: Sequence[int]) -> list[int]:
     return [offset - offsets[0] for offset in offsets[1:]]
 
 
-def _attend(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int], key_ends: list[int]) -> Tensor:
+def _attend(
+    q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int], key_ends: list[int], window: Window
+) -> Tensor:
+    mode = {"sparse_mode": _CAUSAL_MODE}
+    if window is not None:
+        mode = {"sparse_mode": _BAND_MODE, "pre_tockens": window - 1, "next_tockens": 0}
     attended_THK, *_ = _operators().npu_fusion_attention(
         q_THK,
         k_TJK,
@@ -143,7 +172,7 @@ def _attend(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, row_ends: list[int], ke
         scale=q_THK.shape[-1] ** -0.5,
         actual_seq_qlen=row_ends,
         actual_seq_kvlen=key_ends,
-        sparse_mode=_CAUSAL_MODE,
+        **mode,
     )
     return attended_THK
 

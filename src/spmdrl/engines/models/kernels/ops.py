@@ -17,7 +17,7 @@ from torch import Tensor
 from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
 from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
-from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
@@ -139,36 +139,50 @@ def minus_expected(
     return compute(above_CV, log_sum_C, entropy_C, by_logprob_C, by_entropy_C)
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     """Attend causally inside each row and never across rows, scaled by 1 / sqrt(K); returns [T, H, U].
 
-    J divides H. Values may have a smaller head size than keys.
+    J divides H. Values may have a smaller head size than keys. With a window a token sees itself and the `window` - 1
+    tokens before it. Sinks are one more score of each head, unscaled, in the softmax of all its queries, with no value.
     """
-    return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows)
+    return implementation("packed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
 
 
-def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+def prefixed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     """Compute `packed_attention` of rows of which some share their first tokens; returns [T, H, U]."""
-    return implementation("prefixed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows)
+    return implementation("prefixed_attention", q_THK)(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
 
 
-def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
+def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor, sinks_H: Sinks = None) -> Tensor:
     """Attend to the keys for which the mask, broadcast to [B, 1, Q, S], is true; returns [B, H, Q, U].
 
     A mask of numbers has 0 for true and -inf for false, and is added to the scores. Scaled by 1 / sqrt(K). J divides H.
-    Every query sees at least one of the first keys.
+    Every query sees at least one key. Sinks are those of `packed_attention`.
     """
-    return implementation("masked_attention", q_BHQK)(q_BHQK, k_BJSK, v_BJSU, mask)
+    return implementation("masked_attention", q_BHQK)(q_BHQK, k_BJSK, v_BJSU, mask, sinks_H)
 
 
-def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+def paged_attention(
+    q_BHK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_BC: Tensor,
+    lengths_B: Tensor,
+    window: Window = None,
+    sinks_H: Sinks = None,
+) -> Tensor:
     """Attend from one query per row to its first `lengths_B` cached positions; returns [B, H, U].
 
     Position s of a row is place s % block_size of block `tables_BC`[s // block_size]; keys are [blocks, J, block size,
     K], values [blocks, J, block size, U]. Tables and lengths are int32, lengths at least 1. Scaled by 1 / sqrt(K). J
-    divides H.
+    divides H. With a window the last `window` of these positions are seen; blocks without any of them may be any block.
+    Sinks are those of `packed_attention`.
     """
-    return implementation("paged_attention", q_BHK)(q_BHK, keys, values, tables_BC, lengths_B)
+    return implementation("paged_attention", q_BHK)(q_BHK, keys, values, tables_BC, lengths_B, window, sinks_H)
 
 
 def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:

@@ -20,6 +20,11 @@ from torch import Tensor
 
 from spmdrl.resources.device import to_device
 
+Window = int | None
+"""Number of keys that a query sees, of which its own is the last; None: all"""
+Sinks = Tensor | None
+"""[H] score, unscaled, of one more key without a value in the softmax of all queries of a head; None: no such key"""
+
 # One more attention call costs a CPU about as much as a few dozen padded tokens, so short rows share a block even if
 # their lengths differ by half, and long rows only if padding adds little.
 _SHORT_SPREAD = 16
@@ -172,18 +177,22 @@ class _FromSlots(torch.autograd.Function):
         return at_slots.index_fill_(0, ctx.plan.padded_slots, 0), None
 
 
-def padded_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+def padded_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     """Compute `ops.packed_attention` in padded blocks of rows of similar length."""
     plan = rows.padded(q_THK.device)
     if not plan.blocks:
         return nothing_attended(q_THK, k_TJK, v_TJU)
     if plan.is_identity:
-        return attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks)
+        return attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks, window, sinks_H)
     queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
-    return _FromSlots.apply(attend_blocks(queries, keys, values, plan.blocks), plan)
+    return _FromSlots.apply(attend_blocks(queries, keys, values, plan.blocks, window, sinks_H), plan)
 
 
-def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block]) -> Tensor:
+def attend_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block], window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     """Attend in each block of slots; returns [slots, H, U]."""
     value_size, has_shared_keys = values.shape[-1], queries.shape[1] != keys.shape[1]
     # Fast kernels need one head size: padded with zeros, long rows take less than half the time.
@@ -195,10 +204,60 @@ def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequenc
     for block, *parts in zip(blocks, *heads, strict=True):
         shape = (block.num_rows, block.length)
         q_BHQK, k_BJQK, v_BJQK = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
-        out = F.scaled_dot_product_attention(q_BHQK, k_BJQK, v_BJQK, is_causal=True, enable_gqa=has_shared_keys)
+        if sinks_H is None and (window is None or window >= block.length):
+            out = F.scaled_dot_product_attention(q_BHQK, k_BJQK, v_BJQK, is_causal=True, enable_gqa=has_shared_keys)
+        else:
+            mask_QQ = seen_keys(block.length, window, queries.device)
+            out = attend_masked(q_BHQK, k_BJQK, v_BJQK, mask_QQ, None if sinks_H is None else sinks_H[:, None])
         out = out if out.shape[-1] == value_size else out[..., :value_size]
         attended.append(out.transpose(1, 2).flatten(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def seen_keys(length: int, window: Window, device: torch.device) -> Tensor:
+    """Return the mask [Q, Q] of the keys that each query of a row sees, true at up to `window` keys."""
+    mask_QQ = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask_QQ if window is None else mask_QQ.triu(1 - window)
+
+
+def attend_masked(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSK: Tensor, mask: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Compute `ops.masked_attention` of values as wide as keys; sinks broadcast to [H, Q]."""
+    has_shared_keys, head_size = q_BHQK.shape[1] != k_BJSK.shape[1], q_BHQK.shape[-1]
+    scale = None
+    if sinks is not None:
+        # A first key without a value, which all see: two more dims of the queries are its scores, the second the
+        # rounding error of the first, and all of the gradient.
+        scale = head_size**-0.5
+        scaled = (sinks.to(torch.float32) / scale).expand(q_BHQK.shape[:-1])
+        rounded = scaled.detach().to(q_BHQK.dtype)
+        parts = (q_BHQK, rounded[..., None], (scaled - rounded)[..., None].to(q_BHQK.dtype))
+        q_BHQK = torch.cat(parts, dim=-1)
+        sink_key = (torch.arange(head_size + 2, device=q_BHQK.device) >= head_size).to(k_BJSK.dtype)
+        sink_keys = sink_key.expand(*k_BJSK.shape[:2], 1, -1)
+        k_BJSK, v_BJSK = torch.cat((sink_keys, F.pad(k_BJSK, (0, 2))), dim=2), F.pad(v_BJSK, (0, 2, 1, 0))
+        mask = F.pad(mask, (1, 0), value=not mask.is_floating_point())
+    out = F.scaled_dot_product_attention(
+        q_BHQK, k_BJSK, v_BJSK, attn_mask=mask, scale=scale, enable_gqa=has_shared_keys
+    )
+    return out if sinks is None else out[..., :-2]
+
+
+def join_sinks(out_THU: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and logsumexp with the sinks in the softmax, from those without.
+
+    The backward pass of attention turns the two into the gradients of queries, keys and values.
+    """
+    sinks_H = sinks_H.to(lse_TH.dtype)
+    out_THU = (out_THU * torch.sigmoid(lse_TH - sinks_H)[..., None]).to(out_THU.dtype)
+    return out_THU, torch.logaddexp(lse_TH, sinks_H)
+
+
+def sinks_backward(by_out_THU: Tensor, whole: tuple[Tensor, Tensor], sinks_H: Tensor) -> Tensor:
+    """Return the sinks' gradient from output and logsumexp of the whole softmax."""
+    out_THU, lse_TH = whole
+    weights_TH = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH)
+    means_TH = (by_out_THU * out_THU).sum(-1, dtype=lse_TH.dtype)
+    return -(weights_TH * means_TH).sum(0).to(sinks_H.dtype)
 
 
 def pad_values(keys: Tensor, values: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmdrl.engines.models.kernels.packed import Sinks, Window
+
 # Positions of a program: enough that reading them outweighs writing its part of the result.
 _CHUNK = 256
 # Positions read at once, and the least rows of a matrix product on tensor cores.
@@ -21,11 +23,22 @@ _TILE = 64
 _LEAST_QUERIES = 16
 
 
-def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+def paged_attention(
+    q_BHK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_BC: Tensor,
+    lengths_B: Tensor,
+    window: Window = None,
+    sinks_H: Sinks = None,
+) -> Tensor:
     """Compute `ops.paged_attention`."""
     num_rows, num_queries, key_size = q_BHK.shape
     _, num_heads, block_size, value_size = values.shape
     num_chunks = triton.cdiv(tables_BC.shape[1] * block_size, _CHUNK)
+    if window is not None:
+        # So many begin or end within a window.
+        num_chunks = min(num_chunks, triton.cdiv(window - 1, _CHUNK) + 1)
     out = q_BHK.new_empty(num_rows, num_queries, value_size)
     parts = q_BHK.new_empty((num_rows, num_queries, num_chunks, value_size), dtype=torch.float32)
     # Of each part: the largest score, and the sum of exponentials relative to it.
@@ -35,11 +48,12 @@ def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tens
         key_size**-0.5, q_BHK.stride(0), q_BHK.stride(1), tables_BC.stride(0), num_chunks,
         num_heads, num_queries // num_heads, key_size, value_size, block_size,
         max(triton.next_power_of_2(num_queries // num_heads), _LEAST_QUERIES),
-        triton.next_power_of_2(key_size), triton.next_power_of_2(value_size), _CHUNK, _TILE,
+        triton.next_power_of_2(key_size), triton.next_power_of_2(value_size), _CHUNK, _TILE, window,
     )  # fmt: skip
     _merge_chunks[(num_rows, num_queries)](
-        parts, bounds, lengths_B, out, num_chunks, value_size, triton.next_power_of_2(value_size), _CHUNK
-    )
+        parts, bounds, lengths_B, sinks_H, out,
+        num_chunks, value_size, triton.next_power_of_2(value_size), _CHUNK, window, sinks_H is not None,
+    )  # fmt: skip
     return out
 
 
@@ -49,11 +63,12 @@ def _attend_chunks(
     scale, row_stride, head_stride, table_stride, num_chunks,
     NUM_HEADS: tl.constexpr, NUM_SHARING: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
-    start = chunk * CHUNK
+    first = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
+    start = (first // CHUNK + chunk) * CHUNK
     if start < length:
         sharing, key_lanes, value_lanes = tl.arange(0, QUERIES), tl.arange(0, KEY_LANES), tl.arange(0, VALUE_LANES)
         query_heads = head * NUM_SHARING + sharing
@@ -65,9 +80,10 @@ def _attend_chunks(
         largest = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         attended = tl.zeros([QUERIES, VALUE_LANES], tl.float32)
-        for tile_start in range(start, tl.minimum(start + CHUNK, length), TILE):
+        # Every tile has a position that is seen.
+        for tile_start in range(tl.maximum(start, first // TILE * TILE), tl.minimum(start + CHUNK, length), TILE):
             positions = tile_start + tl.arange(0, TILE)
-            is_cached = positions < length
+            is_cached = (positions >= first) & (positions < length)
             block = tl.load(tables + row * table_stride + positions // BLOCK_SIZE, mask=is_cached, other=0)
             places = (block.to(tl.int64) * NUM_HEADS + head) * BLOCK_SIZE + positions % BLOCK_SIZE
             key = tl.load(
@@ -98,17 +114,22 @@ def _attend_chunks(
 
 @triton.jit
 def _merge_chunks(
-    parts, bounds, lengths, out, num_chunks,
-    VALUE_SIZE: tl.constexpr, VALUE_LANES: tl.constexpr, CHUNK: tl.constexpr,
+    parts, bounds, lengths, sinks, out, num_chunks,
+    VALUE_SIZE: tl.constexpr, VALUE_LANES: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     row, query_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, VALUE_LANES)
-    first = (row * tl.num_programs(1) + query_head) * num_chunks
+    place = (row * tl.num_programs(1) + query_head) * num_chunks
+    length = tl.load(lengths + row)
+    first = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
     largest, total = -float("inf"), 0.0
+    if HAS_SINKS:
+        largest, total = tl.load(sinks + query_head).to(tl.float32), 1.0
     attended = tl.zeros([VALUE_LANES], tl.float32)
-    for chunk in range(0, tl.cdiv(tl.load(lengths + row), CHUNK)):
-        bound, mass = tl.load(bounds + (first + chunk) * 2), tl.load(bounds + (first + chunk) * 2 + 1)
-        part = tl.load(parts + (first + chunk) * VALUE_SIZE + lanes, mask=lanes < VALUE_SIZE, other=0.0)
+    for chunk in range(0, tl.cdiv(length, CHUNK) - first // CHUNK):
+        bound, mass = tl.load(bounds + (place + chunk) * 2), tl.load(bounds + (place + chunk) * 2 + 1)
+        part = tl.load(parts + (place + chunk) * VALUE_SIZE + lanes, mask=lanes < VALUE_SIZE, other=0.0)
         risen = tl.maximum(largest, bound)
         shrink, grow = tl.exp(largest - risen), tl.exp(bound - risen)
         attended = attended * shrink + part * grow

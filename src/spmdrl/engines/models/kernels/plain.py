@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.packed import PackedRows, nothing_attended, pad_values
+from spmdrl.engines.models.kernels.packed import (
+    PackedRows,
+    Sinks,
+    Window,
+    attend_masked,
+    nothing_attended,
+    pad_values,
+    seen_keys,
+)
 from spmdrl.engines.models.kernels.prefixed import Copies, PrefixedRows
 from spmdrl.nouns.batch import offsets_of
 
@@ -85,46 +93,66 @@ def minus_expected(
     return factor_CV.mul_(p_CV).neg_()
 
 
-def packed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows) -> Tensor:
+def packed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     share = q_THK.shape[1] // k_TJK.shape[1]
+    num_heads = q_THK.shape[1]
+    # A column of scores behind each query's, whose weight is dropped.
+    sinks_H11 = q_THK.new_empty(num_heads, 1, 0) if sinks_H is None else sinks_H.view(-1, 1, 1)
     attended = [nothing_attended(q_THK[:0], k_TJK[:0], v_TJU[:0])]
     for q, k, v in zip(*(heads.split(rows.lengths) for heads in (q_THK, k_TJK, v_TJU)), strict=True):
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         scores_HTT = torch.einsum("qhk,thk->hqt", q, k).to(torch.float32) * q.shape[-1] ** -0.5
-        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-        weights_HTT = torch.softmax(scores_HTT.masked_fill(later, -torch.inf), dim=-1).to(v.dtype)
+        scores_HTT = scores_HTT.masked_fill(~seen_keys(len(q), window, q.device), -torch.inf)
+        joined = torch.cat((scores_HTT, sinks_H11.to(torch.float32).expand(-1, len(q), -1)), dim=-1)
+        weights_HTT = torch.softmax(joined, dim=-1)[..., : len(q)].to(v.dtype)
         attended.append(torch.einsum("hqt,thv->qhv", weights_HTT, v))
     return torch.cat(attended)
 
 
-def prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+def prefixed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     whole = rows.whole_rows()
     tokens = Copies.of(torch.cat(whole)).to(q_THK.device)
     q, k, v = (x.index_select(0, tokens.index) for x in (q_THK, k_TJK, v_TJU))
-    attended = packed_attention(q, k, v, PackedRows(offsets_of([len(row) for row in whole])))
+    attended = packed_attention(q, k, v, PackedRows(offsets_of([len(row) for row in whole])), window, sinks_H)
     # The first copy of each token.
     return attended.index_select(0, tokens.rounds[0][0])
 
 
-def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor) -> Tensor:
+def masked_attention(q_BHQK: Tensor, k_BJSK: Tensor, v_BJSU: Tensor, mask: Tensor, sinks_H: Sinks = None) -> Tensor:
     # Fast kernels need one head size; padded values only add columns.
-    values = pad_values(k_BJSK, v_BJSU)
-    out = F.scaled_dot_product_attention(
-        q_BHQK, k_BJSK, values, attn_mask=mask, enable_gqa=q_BHQK.shape[1] != k_BJSK.shape[1]
-    )
+    sinks_H1 = None if sinks_H is None else sinks_H[:, None]
+    out = attend_masked(q_BHQK, k_BJSK, pad_values(k_BJSK, v_BJSU), mask, sinks_H1)
     return out[..., : v_BJSU.shape[-1]]
 
 
-def paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor) -> Tensor:
+def paged_attention(
+    q_BHK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_BC: Tensor,
+    lengths_B: Tensor,
+    window: Window = None,
+    sinks_H: Sinks = None,
+) -> Tensor:
     (num_rows, num_blocks), (_, num_heads, block_size, _) = tables_BC.shape, keys.shape
     keys_BJSK, values_BJSU = (
         store.index_select(0, tables_BC.flatten()).view(num_rows, num_blocks, *store.shape[1:]).transpose(1, 2)
         .flatten(2, 3) for store in (keys, values)
     )  # fmt: skip
-    is_cached_BS = torch.arange(num_blocks * block_size, device=lengths_B.device) < lengths_B[:, None]
+    positions_S, lengths_B1 = torch.arange(num_blocks * block_size, device=lengths_B.device), lengths_B[:, None]
+    is_seen_BS = positions_S < lengths_B1
+    if window is not None:
+        is_seen_BS &= positions_S >= lengths_B1 - window
     # Query heads that share a key head are its queries, so that it is read once for all of them.
     q_BJFK = q_BHK.unflatten(1, (num_heads, -1))
-    return masked_attention(q_BJFK, keys_BJSK, values_BJSU, is_cached_BS[:, None, None]).flatten(1, 2)
+    sinks_JF = None if sinks_H is None else sinks_H.unflatten(0, (num_heads, -1))
+    values_BJSK = pad_values(keys_BJSK, values_BJSU)
+    out = attend_masked(q_BJFK, keys_BJSK, values_BJSK, is_seen_BS[:, None, None], sinks_JF)
+    return out[..., : values.shape[-1]].flatten(1, 2)
 
 
 def grouped_mm_takes(rows_MD: Tensor, weights_EOD: Tensor) -> bool:

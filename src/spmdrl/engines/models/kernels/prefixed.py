@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.packed import (
-    Block,
-    PackedRows,
-    RowTable,
-    attend_blocks,
-    plan_blocks,
-)
+from spmdrl.engines.models.kernels.packed import Block, PackedRows, RowTable, Sinks, Window, attend_blocks, plan_blocks
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.device import to_device
 
@@ -183,11 +177,13 @@ class PrefixedRows:
         return torch.arange(self.num_first).split(lengths)
 
 
-def padded_prefixed_attention(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows) -> Tensor:
+def padded_prefixed_attention(
+    q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, window: Window = None, sinks_H: Sinks = None
+) -> Tensor:
     """Compute `ops.prefixed_attention`, with the bits of whole rows that share nothing.
 
     A prefix gets its first row's result.
     """
     plan = rows.padded(q_THK.device)
     queries, keys, values = (copy_rows(heads, plan.tokens) for heads in (q_THK, k_TJK, v_TJU))
-    return copy_rows(attend_blocks(queries, keys, values, plan.blocks), plan.results)
+    return copy_rows(attend_blocks(queries, keys, values, plan.blocks, window, sinks_H), plan.results)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.engines.models.kernels.cuda import Bounds, flash_backward, flash_forward
 from spmdrl.engines.training.context.block_kernels import PaddedBlock, padded_kernel
 from spmdrl.engines.training.context.row_pairs import PaddedGroup, PaddedSide, Places, RowPairs
 
@@ -26,8 +27,10 @@ def attend_rows(inputs: Inputs, pairs: RowPairs) -> tuple[Tensor, Tensor]:
     """Return output [T, H, U] and logsumexp of scores [T, H] of each query over its row's keys, without a graph."""
     scale = inputs[0].shape[-1] ** -0.5
     widened = _widened(inputs)
-    attend = packed_flash_forward if runs_packed_flash(widened[0]) else _padded_forward
-    out, lse = attend(widened, pairs, scale=scale)
+    if runs_packed_flash(widened[0]):
+        out, lse = flash_forward(widened, _bounds(pairs), is_causal=pairs.is_causal, scale=scale)
+    else:
+        out, lse = _padded_forward(widened, pairs, scale=scale)
     return out[..., : inputs[2].shape[-1]], lse
 
 
@@ -39,9 +42,14 @@ def attend_rows_backward(by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor
     scale = inputs[0].shape[-1] ** -0.5
     widened = _widened(inputs)
     size = widened[0].shape[-1]
-    attend_backward = packed_flash_backward if runs_packed_flash(widened[0]) else _padded_backward
     by_out, out = (F.pad(x, (0, size - x.shape[-1])) for x in (by_out_THU, whole[0]))
-    gradients = attend_backward(by_out, widened, (out, whole[1]), pairs, scale=scale)
+    widened_whole = (out, whole[1])
+    if runs_packed_flash(widened[0]):
+        gradients = flash_backward(
+            by_out, widened, widened_whole, _bounds(pairs), is_causal=pairs.is_causal, scale=scale
+        )
+    else:
+        gradients = _padded_backward(by_out, widened, widened_whole, pairs, scale=scale)
     by_q, by_k, by_v = (gradient[..., : x.shape[-1]] for gradient, x in zip(gradients, inputs, strict=True))
     return by_q, by_k, by_v
 
@@ -118,39 +126,6 @@ def runs_packed_flash(q_THK: Tensor) -> bool:
     )
 
 
-def packed_flash_forward(inputs: Inputs, pairs: RowPairs, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K].
-
-    torch.nn.attention.varlen, which uses the same kernels, takes no logsumexp for a partial softmax's backward.
-    """
-    out_THK, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-        *inputs, *_bounds(pairs), 0.0, pairs.is_causal, False, scale=scale
-    )
-    return out_THK, lse_HT.T
-
-
-def packed_flash_backward(
-    by_out_THK: Tensor, inputs: Inputs, whole: tuple[Tensor, Tensor], pairs: RowPairs, *, scale: float
-) -> Inputs:
-    """Return gradients of queries, keys and values, from output and logsumexp of the whole softmax."""
-    out_THK, lse_TH = whole
-    # The random state is for dropout only.
-    random_state = torch.zeros(2, dtype=torch.uint64, device=by_out_THK.device)
-    unused = torch.empty(0, device=by_out_THK.device)
-    return torch.ops.aten._flash_attention_backward(
-        by_out_THK,
-        *inputs,
-        out_THK,
-        lse_TH.T.contiguous(),
-        *_bounds(pairs),
-        0.0,
-        pairs.is_causal,
-        random_state,
-        unused,
-        scale=scale,
-    )
-
-
-def _bounds(pairs: RowPairs) -> tuple[Tensor, Tensor, int, int]:
+def _bounds(pairs: RowPairs) -> Bounds:
     longest = (max(pairs.query_lengths_B), max(pairs.key_lengths_B))
     return (pairs.query_offsets, pairs.key_offsets, *longest)

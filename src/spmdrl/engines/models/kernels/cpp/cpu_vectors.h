@@ -172,22 +172,22 @@ inline Floats exp_of(Floats x) {
 }
 
 // `x` where the lane's number is below `num`, and `other` elsewhere.
-inline Floats first_of(Floats x, int64_t num, float other) {
+inline Floats first_of(Floats x, int64_t num, Floats other) {
     Integers lane;
     for (int i = 0; i < LANES; ++i) lane[i] = i;
-    const Floats others = Floats{} + other;
-    return lane < int32_t(num) ? x : others;
+    return lane < int32_t(num) ? x : other;
 }
+inline Floats first_of(Floats x, int64_t num, float other) { return first_of(x, num, Floats{} + other); }
 
 inline int64_t whole_vectors(int64_t num) { return (num + LANES - 1) / LANES * LANES; }
 
 // Turn the first `num` scores into exponentials of what they are above the highest, and those behind them, up to
-// `width`, into zeros; returns the highest and one over the sum.
+// `width`, into zeros; returns the highest and one over the sum. A sink is one more score of both; -inf for none.
 struct Softmax {
     float highest, factor;
 };
 
-inline Softmax exponentials(float* scores, int64_t num, int64_t width) {
+inline Softmax exponentials(float* scores, int64_t num, int64_t width, float sink) {
     const int64_t last = whole_vectors(num) - LANES;
     const Floats last_scores = first_of(load(scores + last), num - last, -__builtin_inff());
     Floats top = last_scores;
@@ -195,7 +195,7 @@ inline Softmax exponentials(float* scores, int64_t num, int64_t width) {
         const Floats next = load(scores + s);
         top = next > top ? next : top;
     }
-    const float highest = largest(top);
+    const float top_score = largest(top), highest = top_score > sink ? top_score : sink;
     Floats total = {};
     for (int64_t s = 0; s < last; s += LANES) {
         const Floats weights = exp_of(load(scores + s) - highest);
@@ -205,7 +205,7 @@ inline Softmax exponentials(float* scores, int64_t num, int64_t width) {
     const Floats weights = exp_of(last_scores - highest);
     store(scores + last, weights);
     for (int64_t s = last + LANES; s < width; s += LANES) store(scores + s, Floats{});
-    return {highest, 1.0f / sum(total + weights)};
+    return {highest, 1.0f / (sum(total + weights) + exp_of(Floats{} + (sink - highest))[0])};
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 //
 // The queries of a row see the row's tokens up to their own and, before these, a prefix: tokens elsewhere in the batch,
 // which several rows may have in common. Each query is computed by itself, in an order that follows from its own
-// position alone, so that it gets the same bits in every batch and whether its prefix is shared or not.
+// position alone, so that it gets the same bits in every batch and whether its prefix is shared or not. With a window it
+// sees the last keys of these only, and none before them is computed but those of its panel.
 //
 // Shapes: T tokens, H query heads, J key and value heads, F = H / J queries that share a key head, K head size of keys,
 // U head size of values, S keys that a row's last query sees.
@@ -95,7 +96,11 @@ struct Row {
 
 struct Shape {
     int64_t num_heads, num_kv_heads, key_size, value_size, num_groups, threads;
+    int64_t window;      // Keys that a query sees at most,
+    const float* sinks;  // and the score of a key without a value of each head, or null.
 
+    int64_t first_seen(int64_t position) const { return most(0, position + 1 - window); }
+    float sink(int64_t head) const { return sinks ? sinks[head] : -__builtin_inff(); }
     int64_t share() const { return num_heads / num_kv_heads; }
     int64_t keys_padded() const { return whole_vectors(key_size); }
     int64_t values_padded() const { return whole_vectors(value_size); }
@@ -129,10 +134,10 @@ struct CachedKeys {
     }
 };
 
-// Copy one head of a row's keys or values to [S, padded].
+// Copy one head of a row's keys or values, from the `first`, to [S, padded].
 template <typename Keys>
-void copy_keys(Heads heads, const Keys& row, int64_t head, int64_t size, float* to) {
-    for (int64_t s = 0; s < row.num_keys(); ++s)
+void copy_keys(Heads heads, const Keys& row, int64_t first, int64_t head, int64_t size, float* to) {
+    for (int64_t s = first; s < row.num_keys(); ++s)
         copy_scaled(heads.at(row.token_of_key(s), head), 1.0f, size, to + s * whole_vectors(size));
 }
 
@@ -162,13 +167,15 @@ inline void transpose8(const float* const rows[8], float* to, int64_t step) {
     for (int i = 0; i < 8; ++i) __builtin_memcpy(to + i * step, &y[i], sizeof y[i]);
 }
 
-// Copy one head of a row's keys or values to panels [S / PANEL, size, PANEL]; places behind S stay as they are.
+// Copy one head of a row's keys or values, from the `first`, to panels [S / PANEL, size, PANEL]; other places stay as
+// they are, or get copies of the nearest.
 template <typename Keys>
-void copy_panels(Heads heads, const Keys& row, int64_t head, int64_t size, float* to) {
+void copy_panels(Heads heads, const Keys& row, int64_t first, int64_t head, int64_t size, float* to) {
     const int64_t num = row.num_keys(), in_eights = size / 8 * 8;
-    for (int64_t s = 0; s < num; s += 8) {
+    for (int64_t s = first / 8 * 8; s < num; s += 8) {
         const float* from[8];
-        for (int64_t i = 0; i < 8; ++i) from[i] = heads.at(row.token_of_key(least(s + i, num - 1)), head);
+        for (int64_t i = 0; i < 8; ++i)
+            from[i] = heads.at(row.token_of_key(most(first, least(s + i, num - 1))), head);
         float* place = to + s / PANEL * PANEL * size + s % PANEL;
         for (int64_t k = 0; k < in_eights; k += 8) {
             const float* parts[8];
@@ -178,6 +185,13 @@ void copy_panels(Heads heads, const Keys& row, int64_t head, int64_t size, float
         for (int64_t k = in_eights; k < size; ++k)
             for (int i = 0; i < 8; ++i) place[k * PANEL + i] = from[i][k];
     }
+}
+
+// Turn the numbers from place `low` to `from` into zeros, but for those in a vector with later ones; returns its place.
+inline int64_t clear_before(int64_t low, int64_t from, float* numbers) {
+    const int64_t first = from / LANES * LANES;
+    for (int64_t s = low / LANES * LANES; s < first; s += LANES) store(numbers + s, Floats{});
+    return first;
 }
 
 // Hands out parts of one piece of memory.
@@ -210,9 +224,9 @@ struct Forward {
         const int64_t width = panels(row.num_keys());
         float *keys_by_panels = scratch.take(width * shape.key_size),
               *values_by_rows = scratch.take(row.num_keys() * shape.values_padded());
-        copy_panels(keys, where, kv_head, shape.key_size, keys_by_panels);
-        copy_keys(values, where, kv_head, shape.value_size, values_by_rows);
-        const int64_t first = kv_head * shape.share();
+        const int64_t first_key = shape.first_seen(row.prefix_length), first = kv_head * shape.share();
+        copy_panels(keys, where, first_key, kv_head, shape.key_size, keys_by_panels);
+        copy_keys(values, where, first_key, kv_head, shape.value_size, values_by_rows);
         for (int64_t head = first; head < first + shape.share(); ++head)
             for (int64_t q = 0; q < row.length; q += TILE)
                 tile(row, head, q, least(TILE, row.length - q), keys_by_panels, values_by_rows, width, scratch);
@@ -225,14 +239,19 @@ struct Forward {
               *sums = scratch.take(TILE * out_padded);
         for (int64_t i = 0; i < num; ++i)
             copy_scaled(queries.at(row.start + q + i, head), shape.scale(), shape.key_size, scaled + i * padded);
-        const int64_t seen = row.prefix_length + q + num, vectors = whole_vectors(seen) / LANES;
-        multiply_rows(num, {scaled, padded, 1}, {keys_by_panels, PANEL * shape.key_size, PANEL}, vectors,
-                      shape.key_size, scores, width);
+        const int64_t position = row.prefix_length + q, seen = position + num, end = whole_vectors(seen);
+        const int64_t low = shape.first_seen(position), panel = low / PANEL * PANEL;
+        multiply_rows(num, {scaled, padded, 1}, {keys_by_panels + panel * shape.key_size, PANEL * shape.key_size, PANEL},
+                      (end - panel) / LANES, shape.key_size, scores + panel, width);
         Softmax softmax[TILE];
-        for (int64_t i = 0; i < num; ++i)
-            softmax[i] = exponentials(scores + i * width, row.prefix_length + q + i + 1, vectors * LANES);
-        multiply_rows(num, {scores, width, 1}, {values_by_rows, PANEL, out_padded}, out_padded / LANES, seen, sums,
-                      out_padded);
+        for (int64_t i = 0; i < num; ++i) {
+            const int64_t from = shape.first_seen(position + i), first = clear_before(low, from, scores + i * width);
+            float* own = scores + i * width + first;
+            store(own, first_of(Floats{} - __builtin_inff(), from - first, load(own)));
+            softmax[i] = exponentials(own, position + i + 1 - first, end - first, shape.sink(head));
+        }
+        multiply_rows(num, {scores + low, width, 1}, {values_by_rows + low * out_padded, PANEL, out_padded},
+                      out_padded / LANES, seen - low, sums, out_padded);
         for (int64_t i = 0; i < num; ++i) {
             const int64_t place = (row.start + q + i) * shape.num_heads + head;
             put_scaled(sums + i * out_padded, softmax[i].factor, shape.value_size, out + place * shape.value_size);
@@ -265,12 +284,12 @@ struct Backward {
         const int64_t padded = shape.keys_padded(), values_padded = shape.values_padded();
         Parts parts{scratch.take(width * shape.key_size), scratch.take(width * shape.value_size),
                     scratch.take(num * padded), scratch.take(num * padded), scratch.take(num * values_padded)};
-        copy_panels(keys, row, kv_head, shape.key_size, parts.keys_by_panels);
-        copy_panels(values, row, kv_head, shape.value_size, parts.values_by_panels);
-        copy_keys(keys, row, kv_head, shape.key_size, parts.keys);
-        for (int64_t i = 0; i < num * padded; ++i) parts.by_keys[i] = 0.0f;
-        for (int64_t i = 0; i < num * values_padded; ++i) parts.by_values[i] = 0.0f;
-        const int64_t first = kv_head * shape.share();
+        const int64_t first_key = shape.first_seen(row.prefix_length), first = kv_head * shape.share();
+        copy_panels(keys, row, first_key, kv_head, shape.key_size, parts.keys_by_panels);
+        copy_panels(values, row, first_key, kv_head, shape.value_size, parts.values_by_panels);
+        copy_keys(keys, row, first_key, kv_head, shape.key_size, parts.keys);
+        for (int64_t i = first_key * padded; i < num * padded; ++i) parts.by_keys[i] = 0.0f;
+        for (int64_t i = first_key * values_padded; i < num * values_padded; ++i) parts.by_values[i] = 0.0f;
         for (int64_t head = first; head < first + shape.share(); ++head)
             for (int64_t q = 0; q < row.length; q += QUERIES)
                 some_queries(row, head, q, least(QUERIES, row.length - q), parts, width, scratch);
@@ -279,7 +298,7 @@ struct Backward {
     }
 
     void add_keys(const Row& row, int64_t kv_head, const float* from, int64_t size, float* to) const {
-        for (int64_t s = 0; s < row.num_keys(); ++s) {
+        for (int64_t s = shape.first_seen(row.prefix_length); s < row.num_keys(); ++s) {
             float* place = to + (row.token_of_key(s) * shape.num_kv_heads + kv_head) * size;
             for (int64_t i = 0; i < size; ++i) place[i] += from[s * whole_vectors(size) + i];
         }
@@ -296,31 +315,33 @@ struct Backward {
             copy_scaled(queries.at(token, head), shape.scale(), shape.key_size, scaled + i * padded);
             copy_scaled(gradient.at(token, head), 1.0f, shape.value_size, by_out + i * values_padded);
         }
+        const int64_t position = row.prefix_length + q, low = shape.first_seen(position), panel = low / PANEL * PANEL;
+        const float *keys_by_panels = parts.keys_by_panels + panel * shape.key_size,
+                    *values_by_panels = parts.values_by_panels + panel * shape.value_size;
         for (int64_t i = 0; i < num; i += TILE) {
-            const int64_t some = least(TILE, num - i), seen = row.prefix_length + q + i + some;
+            const int64_t some = least(TILE, num - i), seen = position + i + some;
             float *weights_of = weights + i * width, *by_scores_of = by_scores + i * width;
             // Products over the queries below go through the keys by tiles, which may reach behind what was seen.
-            const int64_t vectors = whole_vectors(seen) / LANES, filled = least(width, whole_vectors(seen + TILE));
-            multiply_rows(some, {scaled + i * padded, padded, 1},
-                          {parts.keys_by_panels, PANEL * shape.key_size, PANEL}, vectors, shape.key_size, weights_of,
-                          width);
+            const int64_t vectors = (whole_vectors(seen) - panel) / LANES;
+            const int64_t filled = least(width, whole_vectors(seen + TILE));
+            multiply_rows(some, {scaled + i * padded, padded, 1}, {keys_by_panels, PANEL * shape.key_size, PANEL},
+                          vectors, shape.key_size, weights_of + panel, width);
             multiply_rows(some, {by_out + i * values_padded, values_padded, 1},
-                          {parts.values_by_panels, PANEL * shape.value_size, PANEL}, vectors, shape.value_size,
-                          by_scores_of, width);
+                          {values_by_panels, PANEL * shape.value_size, PANEL}, vectors, shape.value_size,
+                          by_scores_of + panel, width);
             for (int64_t j = 0; j < some; ++j)
-                scores_backward(row.start + q + i + j, head, row.prefix_length + q + i + j + 1, filled,
-                                weights_of + j * width, by_scores_of + j * width);
-            multiply_rows(some, {by_scores_of, width, 1}, {parts.keys, PANEL, padded}, padded / LANES, seen,
-                          by_scaled + i * padded, padded);
+                scores_backward(row.start + q + i + j, head, low, position + i + j, filled, weights_of + j * width,
+                                by_scores_of + j * width);
+            multiply_rows(some, {by_scores_of + low, width, 1}, {parts.keys + low * padded, PANEL, padded},
+                          padded / LANES, seen - low, by_scaled + i * padded, padded);
         }
         for (int64_t i = 0; i < num; ++i) {
             float* place = by_queries + ((row.start + q + i) * shape.num_heads + head) * shape.key_size;
             put_scaled(by_scaled + i * padded, shape.scale(), shape.key_size, place);
         }
-        for (int64_t s = 0; s < row.prefix_length + q + num; s += TILE) {
+        for (int64_t s = low; s < position + num; s += TILE) {
             // The queries before this see none of these keys; those of its tile have zeros for what they don't see.
-            const int64_t from = most(0, s - row.prefix_length - q) / TILE * TILE;
-            const int64_t some = least(TILE, row.prefix_length + q + num - s);
+            const int64_t from = most(0, s - position) / TILE * TILE, some = least(TILE, position + num - s);
             multiply_rows(some, {weights + from * width + s, 1, width},
                           {by_out + from * values_padded, PANEL, values_padded}, values_padded / LANES, num - from,
                           parts.by_values + s * values_padded, values_padded, true);
@@ -329,8 +350,9 @@ struct Backward {
         }
     }
 
-    // From scores and the gradient of weights, of one query, to the weights and the gradient of scores.
-    void scores_backward(int64_t token, int64_t head, int64_t num, int64_t width, float* weights,
+    // From scores and the gradient of weights, of one query, to the weights and the gradient of scores, with zeros from
+    // place `low` on to `width` for the keys that it doesn't see.
+    void scores_backward(int64_t token, int64_t head, int64_t low, int64_t position, int64_t width, float* weights,
                          float* by_scores) const {
         const int64_t place = token * shape.num_heads + head;
         const float *by_out = gradient.at(token, head), *result = out + place * shape.value_size;
@@ -341,12 +363,18 @@ struct Backward {
         if (u < shape.value_size)
             products += load_first(by_out + u, shape.value_size - u) * load_first(result + u, shape.value_size - u);
         const float mean = sum(products);
-        const int64_t last = whole_vectors(num) - LANES;
-        for (int64_t s = 0; s <= last; s += LANES) {
+        const int64_t num = position + 1, last = whole_vectors(num) - LANES, from = shape.first_seen(position);
+        const int64_t first = clear_before(low, from, weights);
+        clear_before(low, from, by_scores);
+        for (int64_t s = first; s <= last; s += LANES) {
             Floats weight = exp_of(load(weights + s) - highest) * factor, by_score = (load(by_scores + s) - mean) * weight;
             if (s == last) {
                 weight = first_of(weight, num - s, 0.0f);
                 by_score = first_of(by_score, num - s, 0.0f);
+            }
+            if (s < from) {
+                weight = first_of(Floats{}, from - s, weight);
+                by_score = first_of(Floats{}, from - s, by_score);
             }
             store(weights + s, weight);
             store(by_scores + s, by_score);
