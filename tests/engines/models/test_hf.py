@@ -23,7 +23,7 @@ from spmdrl.engines.models.hf.model_folder import (
 )
 from spmdrl.engines.models.rope_scaling import YarnScaling
 from spmdrl.nouns.settings.model_config import MakeConfig, ModelConfig
-from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig, WindowConfig
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -79,15 +79,8 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor 1.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor 0.5 and original_max_position_embeddings 32768"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "tokens more than 4096 back in 3 of 24 layers"),
-        (
-            {
-                "use_sliding_window": True,
-                "sliding_window": 9,
-                "layer_types": ["full_attention"] * 23 + ["sliding_attention"],
-            },
-            "in 1 of 24 layers",
-        ),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, but must be a whole number >= 1"),
+        ({"layer_types": ["linear_attention"] * 24}, "layer_types has 'linear_attention', but supported are 'full_at"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq'"),
         ({"vocab_size": None}, "vocab_size is None, but must be a whole number >= 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but models with more than 2048 aren't built"),
@@ -97,7 +90,10 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
         ({"hidden_size": "896"}, "hidden_size is '896'"),
         ({"num_key_value_heads": None}, "num_key_value_heads is None"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types names 2 layers, but num_hidden_layers is 24"),
-        ({"layer_types": ["sliding_attention"] * 24}, "supported is 'full_attention' for each layer"),
+        (
+            {"layer_types": ["sliding_attention"] * 24},
+            "'sliding_attention', but sliding_window is null",
+        ),
         ({"is_causal": False}, "is_causal is False"),
         ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is given"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights names 'other.safetensors'"),
@@ -243,15 +239,35 @@ MISTRAL = {key: value for key, value in QWEN2.items() if not key.endswith(("wind
 }
 
 
-def test_a_mistral_is_read_where_its_window_holds_the_longest_row(tmp_path: Path) -> None:
+def test_a_mistral_has_a_window_unless_it_holds_the_longest_row(tmp_path: Path) -> None:
     full = config_of(tmp_path, MISTRAL | {"sliding_window": None})
-    assert full.model_type == "mistral" and not full.attention_bias
+    assert full.model_type == "mistral" and not full.attention_bias and full.window is None
     assert config_of(tmp_path, MISTRAL | {"sliding_window": 32768}) == full
-    assert config_of(tmp_path, hf_config_dict(full, torch.bfloat16)) == full
-    for without_window in (MISTRAL, MISTRAL | {"sliding_window": 4096}):
-        with pytest.raises(ValueError, match="4096 back in 2 of 2 layers; .* max_position_embeddings to 4096"):
-            config_of(tmp_path, without_window)
-    assert config_of(tmp_path, MISTRAL | {"max_position_embeddings": 4096}).max_positions == 4096
+    windowed = config_of(tmp_path, MISTRAL | {"sliding_window": 4096})
+    assert windowed.window == WindowConfig(4096, (0, 1)) == config_of(tmp_path, MISTRAL).window
+    for config in (full, windowed):
+        assert config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({"max_window_layers": 21}, (21, 22, 23)),
+        ({"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, (23,)),
+        ({"layer_types": ["full_attention"] * 24}, ()),
+    ],
+)
+def test_a_qwen_has_windows_from_a_layer_on_or_in_those_listed(
+    change: dict[str, Any], layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, QWEN2 | {"use_sliding_window": True, "sliding_window": 9} | change)
+    assert config.window == (WindowConfig(9, layers) if layers else None)
+    assert config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
+
+
+def test_a_llama_with_a_window_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sliding_window 9 is not supported in this family"):
+        config_of(tmp_path, QWEN2 | {"model_type": "llama", "sliding_window": 9})
 
 
 @pytest.mark.parametrize(
@@ -260,7 +276,6 @@ def test_a_mistral_is_read_where_its_window_holds_the_longest_row(tmp_path: Path
         ({"no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0., but must hold 0 or 1 for each of the 24 layers"),
         ({"no_rope_layers": [2] * 24}, "must hold 0 or 1"),
         ({"no_rope_layers": "none"}, "no_rope_layers is 'none', but must be a list of int values"),
-        ({"use_sliding_window": True, "sliding_window": 9}, "more than 9 back"),
         ({"pad_token_id": 200000}, "pad_token_id is 200000"),
     ],
 )
@@ -302,8 +317,9 @@ def test_a_qwen3_moe_is_sparse_where_step_and_list_leave_it(tmp_path: Path) -> N
         config_of(tmp_path, SPARSE | {"decoder_sparse_step": 25})
     with pytest.raises(ValueError, match="num_experts 8 and num_local_experts 4 differ"):
         config_of(tmp_path, SPARSE | {"num_local_experts": 4})
-    with pytest.raises(ValueError, match="in 24 of 24 layers"):
-        config_of(tmp_path, SPARSE | {"use_sliding_window": True, "sliding_window": 4096})
+    windowed = config_of(tmp_path, SPARSE | {"use_sliding_window": True, "sliding_window": 4096})
+    assert windowed.window == WindowConfig(4096, tuple(range(24)))
+    assert config_of(tmp_path, hf_config_dict(windowed, torch.bfloat16)) == windowed
 
 
 def test_a_folder_without_a_readable_config_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -62,6 +64,23 @@ LATENT = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+PLAIN = {"rope_type": "default", "rope_theta": THETA}
+GEMMA3 = {
+    "head_dim": 16,
+    "sliding_window": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 100.0}},
+    # Its embedding would be zero, and without a gradient.
+    "pad_token_id": None,
+}
+GLM4 = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 GROUPED = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "q_lora_rank": 9, "routed_scaling_factor": 1.7}
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 8.0, "beta_slow": 1.0}
 
@@ -82,6 +101,26 @@ CASES = {
     "llama-yarn-factor": Case(LlamaConfig, {"rope_parameters": {**YARN, "attention_factor": 0.8, "truncate": False}}),
     "mistral": Case(MistralConfig, {"head_dim": 16, "sliding_window": None}, tied=True),
     "mistral-wide-window": Case(MistralConfig, {"sliding_window": 128}),
+    "mistral-window": Case(MistralConfig, {"head_dim": 16, "sliding_window": 5}),
+    "qwen2-windows": Case(Qwen2Config, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    "qwen3-moe-window": Case(
+        Qwen3MoeConfig, {**SPARSE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 6}
+    ),
+    "smollm3-windows": Case(
+        SmolLM3Config,
+        {"no_rope_layer_interval": 2, "pad_token_id": None, "use_sliding_window": True, "sliding_window": 4},
+    ),
+    "gemma3": Case(Gemma3TextConfig, GEMMA3, tied=True),
+    "gemma3-untied": Case(Gemma3TextConfig, {**GEMMA3, "query_pre_attn_scalar": 24, "attention_bias": True}),
+    "gemma3-ropes": Case(
+        Gemma3TextConfig,
+        {**GEMMA3, "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {**PLAIN, "rope_theta": 50.0}}},
+    ),
+    "gemma3-pattern": Case(Gemma3TextConfig, {**GEMMA3, "layer_types": None, "sliding_window_pattern": 3}, tied=True),
+    "glm4-moe": Case(Glm4MoeConfig, {**GLM4, "head_dim": 16, "use_qk_norm": True}),
+    "glm4-moe-bias": Case(
+        Glm4MoeConfig, {**GLM4, "head_dim": 8, "attention_bias": True, "partial_rotary_factor": 0.25, "n_group": 2}
+    ),
     "smollm3": Case(SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": None, "mlp_bias": True}, tied=True),
     "smollm3-untied": Case(SmolLM3Config, {"no_rope_layers": [0, 1, 1], "pad_token_id": None, "attention_bias": True}),
     "seed-oss": Case(SeedOssConfig, {"head_dim": 16, "mlp_bias": True}),

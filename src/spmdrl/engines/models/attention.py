@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.layers import Attend, Linear, RMSNorm
@@ -37,6 +38,10 @@ class AttentionConfig:
     """True if the head norms multiply by 1 + weight."""
     scale: float | None = None
     """Factor of the scores; None is 1 / sqrt(K)."""
+    window: int | None = None
+    """Newest tokens that a token sees, itself included; None: all."""
+    has_sinks: bool = False
+    """True if each head's softmax has one more logit, a weight."""
     has_gate: bool = False
     """True if the query projection also gives a gate of each head's output (arXiv:2505.06708)."""
 
@@ -44,7 +49,13 @@ class AttentionConfig:
     def cuts(self) -> Mapping[str, HeadCut]:
         of_keys = HeadCut(OUTPUTS, self.num_heads, self.num_heads // self.num_kv_heads)
         of_queries, of_output = HeadCut(OUTPUTS, self.num_heads), HeadCut(INPUTS, self.num_heads)
-        return {"q_proj": of_queries, "k_proj": of_keys, "v_proj": of_keys, "o_proj": of_output}
+        return {
+            "q_proj": of_queries,
+            "k_proj": of_keys,
+            "v_proj": of_keys,
+            "o_proj": of_output,
+            "sinks": of_queries,
+        }
 
     @property
     def num_weights(self) -> int:
@@ -56,7 +67,8 @@ class AttentionConfig:
         return self.num_heads * 2 * self.head_size
 
     def state(self, num_ranks: int) -> KeyBlocks:
-        return KeyBlocks(self.num_kv_heads // min(self.num_kv_heads, num_ranks), self.head_size, self.head_size)
+        num_heads = self.num_kv_heads // min(self.num_kv_heads, num_ranks)
+        return KeyBlocks(num_heads, self.head_size, self.head_size, self.window)
 
     def build(self, layer: int) -> nn.Module:
         return SelfAttention(self, layer)
@@ -72,6 +84,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_size, self.rope, self.has_gate = config.head_size, config.rope, config.has_gate
+        self.window = config.window
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.has_sinks else None
         # The caller's attention scales by 1 / sqrt(K).
         self._query_factor = 1.0 if config.scale is None else config.scale * config.head_size**0.5
         query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
@@ -79,8 +93,12 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, kv_size, bias=config.bias)
         self.v_proj = Linear(config.hidden_size, kv_size, bias=config.bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
-        norms = [RMSNorm(config.head_size, config.rms_eps, adds_one=config.norm_adds_one) for _ in range(2)]
-        self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
+        self.q_norm = self._head_norm(config) if config.qk_norm else None
+        self.k_norm = self._head_norm(config) if config.qk_norm else None
+
+    @staticmethod
+    def _head_norm(config: AttentionConfig) -> RMSNorm:
+        return RMSNorm(config.head_size, config.rms_eps, adds_one=config.norm_adds_one)
 
     def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))
@@ -95,7 +113,7 @@ class SelfAttention(nn.Module):
             q_THK, k_TJK = rotation.apply(q_THK), rotation.apply(k_TJK)
         if self._query_factor != 1:
             q_THK = q_THK * self._query_factor
-        attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK)
+        attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK, window=self.window, sinks_H=self.sinks)
         if gate_THK is not None:
             attended_THK = attended_THK * gate_THK.sigmoid()
         return self.o_proj(attended_THK.flatten(-2))

@@ -26,7 +26,7 @@ from spmdrl.engines.models.moe import Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
 from spmdrl.nouns.partition import RowCost
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, LatentConfig, MoeConfig, WindowConfig
 
 R = TypeVar("R")
 
@@ -71,12 +71,16 @@ class DecoderConfig:
     """Configuration of the sparse layers, if any."""
     latent: LatentConfig | None = None
     """Multi-head latent attention instead of the usual projections."""
+    delta: DeltaSizes | None = None
+    """Layers with a gated delta network in place of attention."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers without rotation of queries and keys (SmolLM3)."""
     rotary_size: int | None = None
     """Rotated dims of each head, its first ones; None: all."""
     window: WindowConfig | None = None
     """Layers whose attention sees the newest tokens only."""
+    attention_sinks: bool = False
+    """True if each head's softmax has one more logit, a weight (gpt-oss)."""
     attention_scale: float | None = None
     """Factor of attention's scores; None is 1 / sqrt(K)."""
     attention_gate: bool = False
@@ -129,8 +133,8 @@ class DecoderConfig:
 
     @property
     def output_bias(self) -> bool:
-        """True if the attention's output projection has a bias: never in Qwen2 and Seed-OSS."""
-        return self.attention_bias and self.model_type not in ("qwen2", "seed_oss")
+        """True if the attention's output projection has a bias: never in Qwen2, Seed-OSS and GLM."""
+        return self.attention_bias and self.model_type not in ("qwen2", "seed_oss", "glm4_moe")
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -158,6 +162,8 @@ class DecoderConfig:
             output_bias=self.output_bias,
             norm_adds_one=self.norm_adds_one,
             scale=self.attention_scale,
+            window=self.window.size if self.window is not None and layer in self.window.layers else None,
+            has_sinks=self.attention_sinks,
             has_gate=self.attention_gate,
         )
 

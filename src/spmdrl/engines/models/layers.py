@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.rope_scaling import RopeScaling
 
@@ -20,10 +20,21 @@ from spmdrl.engines.models.rope_scaling import RopeScaling
 class Attend(Protocol):
     """Causal attention of one layer's packed queries over the caller's keys and values."""
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, /) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_THK: Tensor,
+        k_TJK: Tensor,
+        v_TJU: Tensor,
+        /,
+        *,
+        window: Window = None,
+        sinks_H: Sinks = None,
+    ) -> Tensor:
         """Return the attended values [T, H, U]; queries and keys arrive normalized and rotated.
 
-        The softmax scale is always 1 / sqrt(K): a model with another one multiplies its queries.
+        The softmax scale is always 1 / sqrt(K): a model with another one multiplies its queries. Windows and sinks are
+        those of `ops.packed_attention`.
         """
         ...
 
@@ -109,9 +120,11 @@ class PackedCausalAttention:
         """Plan for rows with these offsets [B + 1]; give them on the CPU to avoid waiting for the device."""
         self._rows = PackedRows(offsets)
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, *, window: Window = None, sinks_H: Sinks = None
+    ) -> Tensor:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
-        return ops.packed_attention(q_THK, k_TJK, v_TJU, self._rows)
+        return ops.packed_attention(q_THK, k_TJK, v_TJU, self._rows, window, sinks_H)
 
 
 class SharedPromptAttention:
@@ -120,6 +133,8 @@ class SharedPromptAttention:
     def __init__(self, rows: PrefixedRows):
         self._rows = rows
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, *, window: Window = None, sinks_H: Sinks = None
+    ) -> Tensor:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
-        return ops.prefixed_attention(q_THK, k_TJK, v_TJU, self._rows)
+        return ops.prefixed_attention(q_THK, k_TJK, v_TJU, self._rows, window, sinks_H)

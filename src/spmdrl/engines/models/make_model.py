@@ -51,13 +51,14 @@ class RandomWeights:
     """Initial float32 weights, each a function of the seed and its name alone, so that every rank makes the same.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
-    of their number (GPT-2's rule); embeddings and heads deviate by 0.02; norms are 1 and biases 0.
+    of their number (GPT-2's rule); embeddings and heads deviate by 0.02; norms are 1 and biases and sinks 0.
     Each expert has a name of its own, as in files.
     """
 
     def __init__(self, config: DecoderConfig, seed: int):
         self._shapes = parameter_shapes(config)
         self._num_residual_writes = 2 * config.num_layers
+        self._norm = 0.0 if config.norm_adds_one else 1.0
         self._seed = seed
 
     @property
@@ -83,8 +84,8 @@ class RandomWeights:
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        if name.endswith("bias"):
+            return torch.full(shape, self._norm)
+        if name.endswith(("bias", "sinks")):
             return torch.zeros(shape)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

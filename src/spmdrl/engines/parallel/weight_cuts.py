@@ -5,7 +5,7 @@ A mixer has its own cuts (`Mixer.cuts`); those of all other projections are here
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,35 +48,38 @@ class TensorCut:
 def tensor_cut(config: DecoderConfig, name: str, shape: Sequence[int]) -> TensorCut | None:
     """Return the tensor axis's cut of a weight or bias by its name and whole shape; None if it is replicated."""
     *_, module, kind = name.split(".")
-    # Stacked expert weights have the experts in front, and are named like a module's parameter.
-    projection, first = (kind.removesuffix("_bias"), 1) if is_of_experts(name) else (module, 0)
-    if is_adapter(name):
-        projection = name.split(".")[-3]
-    by_heads = _head_cuts(config, name).get(projection)
+    projection, by_heads = _projection(name), _head_cut(config, name)
     side = _SIDES.get(projection) if by_heads is None else by_heads.side
-    if (
-        side is None
-        or (side == INPUTS and kind.endswith("bias"))
-        or (is_adapter(name) and module != _ADAPTER_OF_SIDE[side])
-    ):
+    if side is None or (side == INPUTS and kind.endswith("bias")):
         return None
+    if is_adapter(name) and module != _ADAPTER_OF_SIDE[side]:
+        return None
+    # Stacked expert weights have the experts in front.
+    dim = side + is_of_experts(name)
     if by_heads is not None:
-        return TensorCut(first + side, by_heads.num_heads, by_heads.heads_per_slot)
-    return TensorCut(first + side, shape[first + side])
+        return TensorCut(dim, by_heads.num_heads, by_heads.heads_per_slot)
+    return TensorCut(dim, shape[dim])
 
 
-def _head_cuts(config: DecoderConfig, name: str) -> Mapping[str, HeadCut]:
-    """Return the cuts of the mixer that a weight belongs to, if it is a mixer's."""
+def _projection(name: str) -> str:
+    """Return the name of the projection that a weight belongs to, or of a parameter that is one by itself."""
+    parts = name.split(".")
+    if is_adapter(name):
+        return parts[-3]
+    return parts[-2] if parts[-1] in ("weight", "bias") else parts[-1].removesuffix("_bias")
+
+
+def _head_cut(config: DecoderConfig, name: str) -> HeadCut | None:
+    """Return the cut of a mixer's weight; None for another one."""
     _, _, layer, block, *_ = (*name.split("."), "", "", "")
     mixer = config.mixers[int(layer)] if layer.isdigit() else None
-    return mixer.cuts if mixer is not None and mixer.name == block else {}
+    return mixer.cuts.get(_projection(name)) if mixer is not None and mixer.name == block else None
 
 
 def is_summed(config: DecoderConfig, name: str) -> bool:
     """Return True if the outputs of a weight's projection are partial sums over the tensor axis: its inputs are cut."""
-    projection = name.split(".")[-2]
-    by_heads = _head_cuts(config, name).get(projection)
-    return (_SIDES.get(projection) if by_heads is None else by_heads.side) == INPUTS
+    by_heads = _head_cut(config, name)
+    return (_SIDES.get(_projection(name)) if by_heads is None else by_heads.side) == INPUTS
 
 
 def is_of_experts(name: str) -> bool:

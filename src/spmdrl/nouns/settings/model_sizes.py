@@ -91,6 +91,31 @@ class WindowConfig:
 
 
 @dataclass(frozen=True)
+class DeltaSizes:
+    """Layers with a gated delta network in place of attention."""
+
+    layers: tuple[int, ...]
+    """The layers."""
+    num_key_heads: int
+    """Query and key heads."""
+    num_value_heads: int
+    """Value heads, a multiple of the former; each has a state."""
+    key_size: int
+    """Head size of queries and keys."""
+    value_size: int
+    """Head size of values."""
+    conv_width: int
+    """Tokens that the convolution before it mixes."""
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_value_heads} is not a multiple of linear_num_key_heads "
+                f"{self.num_key_heads}; each key head serves the same number of value heads"
+            )
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Sizes of multi-head latent attention."""
 

@@ -51,10 +51,20 @@ class DecodeAttention:
         padded = [_padded([of_row[place] for of_row in tables], cache.device) for place in range(len(cache.kinds))]
         return cls(cache, padded, torch.tensor(lengths, dtype=torch.int32, device=cache.device))
 
-    def __call__(self, layer: int, q_BHK: Tensor, k_BJK: Tensor, v_BJU: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_BHK: Tensor,
+        k_BJK: Tensor,
+        v_BJU: Tensor,
+        *,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         state = self._cache.layer(layer)
         state.store.write(state.number, self._head_places.of(state), k_BJK, v_BJU)
-        return ops.paged_attention(q_BHK, *state.store.stored(state.number), self._tables[state.kind], self._lengths_B)
+        stored, tables_BC = state.store.stored(state.number), self._tables[state.kind]
+        return ops.paged_attention(q_BHK, *stored, tables_BC, self._lengths_B, window, sinks_H)
 
 
 class _HeadPlaces:
@@ -140,18 +150,29 @@ class PrefillAttention:
         for kind in range(len(cache.kinds)):
             rows = [RowSpan(span.tables[kind], span.start, span.stop) for span in spans]
             self._first[kind] = _FirstTokens.of(rows, num_first, cache.device)
-            self._tiles[kind] = _tiles(rows, width or _LATER_TILE, size, cache.device, start=num_first)
+            tiles = TileShape(width or _LATER_TILE, size, num_first, cache.kinds[kind].window)
+            self._tiles[kind] = _tiles(rows, tiles, cache.device)
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_THK: Tensor,
+        k_TJK: Tensor,
+        v_TJU: Tensor,
+        *,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         store, number, kind = state = self._cache.layer(layer)
         store.write(number, self._head_places.of(state), k_TJK, v_TJU)
         if self._attend_whole is not None:
-            return self._attend_whole(layer, q_THK, k_TJK, v_TJU)
+            return self._attend_whole(layer, q_THK, k_TJK, v_TJU, window=window, sinks_H=sinks_H)
         out_THU = q_THK.new_empty(*q_THK.shape[:2], v_TJU.shape[-1])
         first = self._first[kind]
         if first is not None:
             q_BHK = q_THK.index_select(0, first.tokens_B)
-            attended_BHU = ops.paged_attention(q_BHK, *store.stored(number), first.tables_BC, first.lengths_B)
+            stored = store.stored(number)
+            attended_BHU = ops.paged_attention(q_BHK, *stored, first.tables_BC, first.lengths_B, window, sinks_H)
             out_THU.index_copy_(0, first.tokens_B, attended_BHU)
         for tile in self._tiles[kind]:
             # Read after all is written: rows may share blocks that this forward fills.
@@ -161,6 +182,7 @@ class PrefillAttention:
                 keys_BSJK.transpose(1, 2),
                 values_BSJU.transpose(1, 2),
                 tile.mask_QS,
+                sinks_H,
             )
             out_THU[tile.own_tokens] = attended_BHQU.transpose(1, 2).flatten(0, 1)[tile.own_slots]
         return out_THU
@@ -199,18 +221,32 @@ def _places(span: Span | RowSpan) -> range:
     return range(span.start, span.stop)
 
 
-def _tiles(
-    spans: Sequence[RowSpan], width: int, block_size: int, device: torch.device, *, start: int = 0
-) -> list[_Tile]:
-    """Cut spans from position `start` in tiles of `width`; tiles at the same distance from it are joined."""
+@dataclass(frozen=True)
+class TileShape:
+    """Cut of rows in tiles."""
+
+    width: int
+    """Positions of a tile."""
+    block_size: int
+    start: int
+    """Position of the first tile."""
+    window: int | None
+    """Newest positions that a token sees."""
+
+
+def _tiles(spans: Sequence[RowSpan], shape: TileShape, device: torch.device) -> list[_Tile]:
+    """Cut spans in tiles; those at the same place in several rows are joined."""
+    width, block_size, window = shape.width, shape.block_size, shape.window
     offsets = offsets_of([len(_places(span)) for span in spans]).tolist()
     members: dict[int, list[int]] = {}
     for number, span in enumerate(spans):
-        for tile in range(max(span.start, start) // width, (span.stop - 1) // width + 1):
+        for tile in range(max(span.start, shape.start) // width, (span.stop - 1) // width + 1):
             members.setdefault(tile, []).append(number)
     tiles = []
     for tile, numbers in members.items():
         num_blocks = -(-(tile + 1) * width // block_size)
+        # Blocks before the first token's window are left out.
+        first = 0 if window is None else max(0, tile * width - window + 1) // block_size
         positions_Q = torch.arange(tile * width, (tile + 1) * width)
         starts_B1, stops_B1, offsets_B1 = (
             torch.tensor([[value] for value in values])
@@ -220,14 +256,18 @@ def _tiles(
         # On the host: a device would wait in every layer to count them.
         own_slots = ((positions_Q >= starts_B1) & (positions_Q < stops_B1)).flatten().nonzero().squeeze(1)
         padding = [SCRATCH_BLOCK] * num_blocks
-        tables = [[*spans[i].table, *padding][:num_blocks] for i in numbers]
+        tables = [[*spans[i].table, *padding][first:num_blocks] for i in numbers]
+        positions_S = torch.arange(first * block_size, num_blocks * block_size)
+        mask_QS = positions_S <= positions_Q[:, None]
+        if window is not None:
+            mask_QS &= positions_S > positions_Q[:, None] - window
         tiles.append(
             _Tile(
                 tokens_BQ.to(device),
                 torch.tensor(tables, device=device),
                 own_slots.to(device),
                 tokens_BQ.flatten()[own_slots].to(device),
-                (torch.arange(num_blocks * block_size) <= positions_Q[:, None]).to(device),
+                mask_QS.to(device),
             )
         )
     return tiles

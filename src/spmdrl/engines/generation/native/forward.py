@@ -25,10 +25,8 @@ from spmdrl.engines.generation.native.engine_weights import PackedWeights
 from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, Chunk, FedToken
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
-from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.models.layers import Attend, PackedCausalAttention
 from spmdrl.engines.models.moe import Route
 from spmdrl.engines.parallel.axis_collectives import gather_rows
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
@@ -116,11 +114,10 @@ class CachedDecoder:
         tokens = [token for row in rows for token in row]
         padded = [*rows, [0] * max(LEAST_ROWS - len(tokens), 0)]
         offsets = torch.tensor([0, *itertools.accumulate(map(len, padded))])
-        packed = PackedRows(offsets)
         logits_TV = self._run(
             [token for row in padded for token in row],
             [position for row in padded for position in range(len(row))],
-            lambda layer, q_THK, k_TJK, v_TJU: ops.packed_attention(q_THK, k_TJK, v_TJU, packed),
+            PackedCausalAttention(offsets),
             self._logits,
             None,
         ).float()

@@ -9,6 +9,7 @@ from spmdrl.engines.models.hf.config_values import entries, flag, number, only, 
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_OF_KINDS = {"full_attention", "sliding_attention"}
 _KEYS_OF_KIND = {
     "default": set(),
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
@@ -28,12 +29,35 @@ _KEYS_OF_KIND = {
 
 
 def rope_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters; like transformers, the older key wins if both are given."""
-    return entries(raw, _rope_key(raw))
+    """Return the rotary parameters; like transformers, the older key wins if both are given.
+
+    If layers with a window have their own, these are the other layers'.
+    """
+    rope = entries(raw, _rope_key(raw))
+    return entries(rope, "full_attention") if _OF_KINDS & set(rope) else rope
+
+
+def read_window_theta(raw: Mapping[str, Any]) -> float:
+    """Return the frequencies' base in Gemma's layers with a window, which have no scaling."""
+    rope = entries(entries(raw, "rope_parameters"), "sliding_attention")
+    only(rope, "rope_type", "default")
+    return number(rope, "rope_theta", number(raw, "rope_local_base_freq", 10000.0))
 
 
 def _rope_key(raw: Mapping[str, Any]) -> str:
     return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+
+
+def read_rotary_share(raw: Mapping[str, Any], default: float | None) -> float:
+    """Return the rotated share of each head; without a default it must be 1."""
+    given = {**raw, **rope_entries(raw)}
+    if default is None:
+        only(given, "partial_rotary_factor", 1.0)
+        return 1.0
+    share = number(given, "partial_rotary_factor", default)
+    if share > 1:
+        raise ValueError(f"partial_rotary_factor is {share}, but must be a share of at most 1")
+    return share
 
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
@@ -47,8 +71,6 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rope
         if name not in _COMMON_KEYS | _KEYS_OF_KIND[kind]:
             names = ", ".join(sorted(_KEYS_OF_KIND[kind])) or "no more than rope_theta"
             raise ValueError(f"{key}.{name} {rope[name]!r} is not supported; supported with {kind!r}: {names}")
-    only(rope, "partial_rotary_factor", 1.0)
-    only(raw, "partial_rotary_factor", 1.0)
     # Null differs from missing: transformers computes with it.
     given = {"rope_theta": raw.get("rope_theta", default_theta), **rope}
     return number(given, "rope_theta"), _scaling(kind, rope, raw)
@@ -57,7 +79,7 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rope
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """Return the entries of config.json, for readers from before and after transformers 5."""
     if scaling is None:
-        return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        return {"rope_theta": theta, "rope_parameters": plain_rope(theta)}
     if isinstance(scaling, Llama3Scaling):
         rope: dict[str, Any] = {
             "rope_type": "llama3",
@@ -78,6 +100,11 @@ def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
             **{name: value for name, value in optional.items() if value is not None},
         }
     return {"rope_theta": theta, "rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
+
+
+def plain_rope(theta: float) -> dict[str, Any]:
+    """Return the entries of a rotation without scaling."""
+    return {"rope_type": "default", "rope_theta": theta}
 
 
 def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.config_values import entries, flag, number, only, values, whole_number
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.engines.models.hf import layer_entries as layers
+from spmdrl.engines.models.hf.config_values import entries, flag, only, whole_number
 
 
 @dataclass(frozen=True)
@@ -36,156 +36,18 @@ class Family:
     """Padding token without pad_token_id; transformers requires it inside the vocabulary."""
     has_own_kv_heads: bool = False
     """True for as many key as query heads without num_key_value_heads."""
-    default_window: int | None = None
-    """Tokens that attention sees back without sliding_window; None is all."""
-    has_window_flag: bool = False
-    """True if sliding_window only applies with use_sliding_window."""
-    has_window_layers: bool = False
-    """True if layer_types or max_window_layers select the layers with the window, rather than all."""
     has_mlp_bias: bool = False
     """True if mlp_bias may be true."""
-    read_unrotated: Callable[[Mapping[str, Any]], tuple[int, ...]] = lambda raw: ()
-    """Reads the layers that don't rotate queries and keys."""
-    read_moe: Callable[[Mapping[str, Any]], MoeConfig | None] = lambda raw: None
-    """Reads the sparse layers."""
-    read_latent: Callable[[Mapping[str, Any]], LatentConfig | None] = lambda raw: None
-    """Reads the latent attention."""
+    rotary_share: float | None = None
+    """Rotated share of each head without partial_rotary_factor; None if heads are always rotated whole."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """Key and value of the feed-forward's activation."""
+    has_windows: bool = False
+    """True if `read` reads layer_types, and sliding windows if it has them."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
+    """Reads the entries that only some families have; returns fields of the decoder's config."""
     write: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
     """Returns the entries that only this family has."""
-
-
-def _read_qwen3_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
-    num_layers = whole_number(raw, "num_hidden_layers")
-    step = whole_number(raw, "decoder_sparse_step", 1)
-    dense = set(values(raw, "mlp_only_layers", int)) | {i for i in range(num_layers) if (i + 1) % step}
-    dense_layers = tuple(i for i in range(num_layers) if i in dense)
-    if len(dense_layers) == num_layers:
-        raise ValueError(
-            f"mlp_only_layers {raw.get('mlp_only_layers')} and decoder_sparse_step {step} leave none of the "
-            f"{num_layers} layers sparse; such a model is a qwen3"
-        )
-    return MoeConfig(
-        num_experts=_num_experts(raw, "num_experts"),
-        experts_per_token=whole_number(raw, "num_experts_per_tok"),
-        intermediate_size=whole_number(raw, "moe_intermediate_size"),
-        normalize=flag(raw, "norm_topk_prob", default=False),
-        dense_layers=dense_layers,
-    )
-
-
-def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
-    assert config.moe is not None, "a qwen3_moe has sparse layers"
-    return {
-        "num_experts": config.moe.num_experts,
-        "num_experts_per_tok": config.moe.experts_per_token,
-        "moe_intermediate_size": config.moe.intermediate_size,
-        "norm_topk_prob": config.moe.normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(config.moe.dense_layers),
-    }
-
-
-def _read_deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
-    only(raw, "scoring_func", "sigmoid")
-    only(raw, "topk_method", "noaux_tc")
-    only(raw, "moe_layer_freq", 1)
-    num_layers = whole_number(raw, "num_hidden_layers")
-    num_dense = whole_number(raw, "first_k_dense_replace", least=0)
-    if num_dense >= num_layers:
-        raise ValueError(
-            f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers sparse; it must be lower"
-        )
-    return MoeConfig(
-        num_experts=_num_experts(raw, "n_routed_experts"),
-        experts_per_token=whole_number(raw, "num_experts_per_tok"),
-        intermediate_size=whole_number(raw, "moe_intermediate_size"),
-        scoring="sigmoid",
-        normalize=flag(raw, "norm_topk_prob", default=True),
-        weight_scale=number(raw, "routed_scaling_factor"),
-        num_groups=whole_number(raw, "n_group"),
-        groups_per_token=whole_number(raw, "topk_group"),
-        num_shared_experts=whole_number(raw, "n_shared_experts"),
-        dense_layers=tuple(range(num_dense)),
-    )
-
-
-def _read_deepseek_latent(raw: Mapping[str, Any]) -> LatentConfig | None:
-    if "q_lora_rank" not in raw:
-        raise ValueError("q_lora_rank is missing, but must be a whole number >= 1, or null for a plain q_proj")
-    latent = LatentConfig(
-        query_rank=None if raw["q_lora_rank"] is None else whole_number(raw, "q_lora_rank"),
-        key_value_rank=whole_number(raw, "kv_lora_rank"),
-        plain_size=whole_number(raw, "qk_nope_head_dim"),
-        rotary_size=whole_number(raw, "qk_rope_head_dim"),
-        value_size=whole_number(raw, "v_head_dim"),
-        rotates_neighbours=flag(raw, "rope_interleave", default=True),
-    )
-    # transformers writes both, and would let them overrule the sizes that they follow from.
-    only(raw, "head_dim", latent.rotary_size)
-    only(raw, "qk_head_dim", latent.head_size)
-    return latent
-
-
-def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
-    moe, latent = config.moe, config.latent
-    assert moe is not None and latent is not None, "a deepseek_v3 has sparse layers and latent attention"
-    return {
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.experts_per_token,
-        "moe_intermediate_size": moe.intermediate_size,
-        "n_shared_experts": moe.num_shared_experts,
-        "n_group": moe.num_groups,
-        "topk_group": moe.groups_per_token,
-        "norm_topk_prob": moe.normalize,
-        "routed_scaling_factor": moe.weight_scale,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "first_k_dense_replace": len(moe.dense_layers),
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_nope_head_dim": latent.plain_size,
-        "qk_rope_head_dim": latent.rotary_size,
-        "v_head_dim": latent.value_size,
-        "rope_interleave": latent.rotates_neighbours,
-        # Layers that predict further tokens aren't part of the decoder, nor written.
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _read_unrotated(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read SmolLM3's no_rope_layers, which has a 1 for each layer that does rotate."""
-    num_layers = whole_number(raw, "num_hidden_layers")
-    interval = whole_number(raw, "no_rope_layer_interval", 4)
-    rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if raw.get("no_rope_layers") is not None:
-        rotates = values(raw, "no_rope_layers", int)
-    if len(rotates) != num_layers or not set(rotates) <= {0, 1}:
-        raise ValueError(f"no_rope_layers is {rotates}, but must hold 0 or 1 for each of the {num_layers} layers")
-    return tuple(layer for layer in range(num_layers) if not rotates[layer])
-
-
-def _write_smollm3(config: DecoderConfig) -> dict[str, Any]:
-    rotates = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
-    # Without an entry, transformers takes token 128004 for padding, which few vocabularies but SmolLM3's have.
-    return {
-        "mlp_bias": config.mlp_bias,
-        "no_rope_layers": rotates,
-        "use_sliding_window": False,
-        "pad_token_id": None,
-    }
-
-
-def _write_mlp_bias(config: DecoderConfig) -> dict[str, Any]:
-    return {"mlp_bias": config.mlp_bias}
-
-
-def _num_experts(raw: Mapping[str, Any], key: str) -> int:
-    """Return the number of experts under the family's key, or under transformers' common one; both must agree."""
-    given = {name: raw[name] for name in (key, "num_local_experts") if raw.get(name) is not None}
-    if len(set(map(str, given.values()))) > 1:
-        raise ValueError(f"{key} {raw[key]!r} and num_local_experts {raw['num_local_experts']!r} differ; remove one")
-    return whole_number(raw, next(iter(given), key))
 
 
 FAMILIES = {
@@ -194,14 +56,15 @@ FAMILIES = {
         allows_null_head_size=True,
         has_own_kv_heads=True,
         has_mlp_bias=True,
-        write=_write_mlp_bias,
+        write=layers.write_mlp_bias,
     ),
     "mistral": Family(
         "MistralForCausalLM",
         allows_null_head_size=True,
         has_attention_bias=False,
-        default_window=4096,
-        write=lambda config: {"sliding_window": None},
+        has_windows=True,
+        read=lambda raw: {"window": layers.read_window(raw, default=4096)},
+        write=lambda config: {"sliding_window": config.window and config.window.size},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -209,8 +72,9 @@ FAMILIES = {
         default_tying=True,
         default_padding=128004,
         has_mlp_bias=True,
-        read_unrotated=_read_unrotated,
-        write=_write_smollm3,
+        has_windows=True,
+        read=layers.read_smollm3,
+        write=layers.write_smollm3,
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -218,26 +82,83 @@ FAMILIES = {
         default_attention_bias=True,
         default_padding=1,
         has_mlp_bias=True,
-        write=lambda config: {**_write_mlp_bias(config), "attention_out_bias": False},
+        write=lambda config: {**layers.write_mlp_bias(config), "attention_out_bias": False},
     ),
-    "qwen2": Family("Qwen2ForCausalLM", has_attention_bias=True, has_window_flag=True, has_window_layers=True),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        has_attention_bias=True,
+        has_windows=True,
+        read=lambda raw: {"window": layers.read_qwen_window(raw)},
+        write=layers.write_qwen_window,
+    ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", has_qk_norm=True, default_head_size=128, has_window_flag=True, has_window_layers=True
+        "Qwen3ForCausalLM",
+        has_qk_norm=True,
+        default_head_size=128,
+        has_windows=True,
+        read=lambda raw: {"window": layers.read_qwen_window(raw)},
+        write=layers.write_qwen_window,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         has_qk_norm=True,
-        has_window_flag=True,
-        read_moe=_read_qwen3_moe,
-        write=_write_qwen3_moe,
+        has_windows=True,
+        read=layers.read_qwen3_moe,
+        write=layers.write_qwen3_moe,
     ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        read_moe=_read_deepseek_moe,
-        read_latent=_read_deepseek_latent,
-        write=_write_deepseek,
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", read=layers.read_deepseek, write=layers.write_deepseek),
+    "glm4_moe": Family("Glm4MoeForCausalLM", rotary_share=0.5, read=layers.read_glm4_moe, write=layers.write_glm4_moe),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        default_head_size=64,
+        default_attention_bias=True,
+        default_theta=150000.0,
+        has_windows=True,
+        read=layers.read_gpt_oss,
+        write=layers.write_gpt_oss,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        has_qk_norm=True,
+        default_head_size=256,
+        rotary_share=0.25,
+        has_windows=True,
+        read=layers.read_qwen3_5,
+        write=layers.write_qwen3_5,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        has_qk_norm=True,
+        default_head_size=256,
+        rotary_share=0.25,
+        has_windows=True,
+        read=layers.read_qwen3_5_moe,
+        write=layers.write_qwen3_5_moe,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        has_qk_norm=True,
+        default_head_size=256,
+        rotary_share=0.25,
+        has_windows=True,
+        read=layers.read_qwen3_next,
+        write=layers.write_qwen3_next,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        has_qk_norm=True,
+        default_head_size=256,
+        default_theta=1000000.0,
+        default_tying=True,
+        default_padding=0,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        has_windows=True,
+        read=layers.read_gemma3,
+        write=layers.write_gemma3,
     ),
 }
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
+"""Families of models that also read images, and the family of their language model, which alone is used and written."""
 # Other names of the same architecture; written folders have the name on the right, which transformers opens itself.
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
@@ -256,8 +177,9 @@ def family_name(model_type: object) -> str:
 
 def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError, naming the first entry that the decoder would compute differently from transformers."""
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
+    only(raw, *family.activation)
+    if not family.has_windows:
+        layers.refuse_windows(raw)
     if not family.has_mlp_bias:
         only(raw, "mlp_bias", False)
     if flag(raw, "attention_out_bias", default=False):
@@ -275,34 +197,6 @@ def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"is_causal is {raw['is_causal']!r}, but supported is causal attention only")
     if raw.get("per_layer_config") is not None:
         raise ValueError("per_layer_config is given, but supported are layers of one shape only")
-    _refuse_windows(raw, family)
-
-
-def _refuse_windows(raw: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError if attention doesn't see every earlier token of the longest row."""
-    num_layers, max_positions = whole_number(raw, "num_hidden_layers"), whole_number(raw, "max_position_embeddings")
-    kinds = values(raw, "layer_types", str)
-    if raw.get("layer_types") is not None and len(kinds) != num_layers:
-        raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
-    window = raw.get("sliding_window", family.default_window)
-    if window is not None and type(window) is not int:
-        raise ValueError(f"sliding_window is {window!r}, but must be a whole number or null")
-    is_asked_for = flag(raw, "use_sliding_window", default=False)
-    if family.has_window_flag and not is_asked_for:
-        window = None
-    num_windows = num_layers
-    if family.has_window_layers:
-        first = whole_number(raw, "max_window_layers", 0, least=0)
-        num_windows = kinds.count("sliding_attention") if kinds else max(0, num_layers - first)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or (window is None and "sliding_attention" in kinds):
-        raise ValueError(f"layer_types {kinds} is not supported; supported is 'full_attention' for each layer")
-    if window is not None and num_windows and window < max_positions:
-        raise ValueError(
-            f"sliding_window hides tokens more than {window} back in {num_windows} of {num_layers} layers; "
-            f"supported is full attention: where no row is longer than that, set max_position_embeddings to {window} "
-            "in config.json"
-        )
 
 
 def _check_token_ids(raw: Mapping[str, Any], family: Family) -> None:

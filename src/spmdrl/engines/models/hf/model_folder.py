@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf.config_rope import read_rope, rope_entries, write_rope
+from spmdrl.engines.models.hf.config_rope import read_rope, read_rotary_share, rope_entries, write_rope
 from spmdrl.engines.models.hf.config_values import entries, flag, values, whole_number
-from spmdrl.engines.models.hf.families import FAMILIES, family_name, refuse_unsupported
+from spmdrl.engines.models.hf.families import FAMILIES, TEXT_PARTS, family_name, refuse_unsupported
 from spmdrl.nouns.settings.model_config import ModelConfig
 
 _LANGUAGE_MODEL = "ForCausalLM"
@@ -112,7 +112,7 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "hidden_act": "silu",
+        family.activation[0]: family.activation[1],
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.rms_eps,
         "tie_word_embeddings": config.tied_head,
@@ -125,6 +125,8 @@ def hf_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         content["head_dim"] = config.head_size
     if family.has_attention_bias is None:
         content["attention_bias"] = config.attention_bias
+    if config.rotary_size is not None:
+        content["partial_rotary_factor"] = config.rotary_size / config.head_size
     return content | write_rope(config.rope_theta, config.rope_scaling) | family.write(config)
 
 
@@ -159,40 +161,50 @@ def buffer_dtypes(config: DecoderConfig) -> Mapping[str, torch.dtype]:
 
 
 def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    raw = _text_part(raw)
     model_type = family_name(raw.get("model_type"))
     family = FAMILIES[model_type]
     refuse_unsupported(raw, family)
     hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")
-    latent = family.read_latent(raw)
     default_head_size = family.default_head_size or hidden_size // num_heads
     if raw.get("head_dim", 0) is None and not family.allows_null_head_size:
         raise ValueError(f"head_dim is null, but must be a whole number in a {model_type}; remove it or set it")
     attention_bias = flag(raw, "attention_bias", default=family.default_attention_bias)
     theta, scaling = read_rope(raw, family.default_theta)
-    head = _read_head(raw)
-    return DecoderConfig(
-        model_type=model_type,
-        vocab_size=whole_number(raw, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=whole_number(raw, "intermediate_size"),
-        num_layers=whole_number(raw, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=whole_number(raw, "num_key_value_heads", num_heads if family.has_own_kv_heads else None),
-        head_size=latent.head_size if latent else whole_number(raw, "head_dim", default_head_size),
-        rms_eps=_rms_eps(raw),
-        rope_theta=theta,
-        qk_norm=family.has_qk_norm,
-        attention_bias=attention_bias if family.has_attention_bias is None else family.has_attention_bias,
+    head, head_size = _read_head(raw), whole_number(raw, "head_dim", default_head_size)
+    share = read_rotary_share(raw, family.rotary_share)
+    special = family.read(raw)
+    fields: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": whole_number(raw, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": whole_number(raw, "intermediate_size", special.get("intermediate_size")),
+        "num_layers": whole_number(raw, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": whole_number(raw, "num_key_value_heads", num_heads if family.has_own_kv_heads else None),
+        "head_size": head_size,
+        "rms_eps": _rms_eps(raw),
+        "rope_theta": theta,
+        "qk_norm": family.has_qk_norm,
+        "attention_bias": attention_bias if family.has_attention_bias is None else family.has_attention_bias,
         # transformers writes the flag for value models too, which have nothing to tie.
-        tied_head=head == "vocab" and flag(raw, "tie_word_embeddings", default=family.default_tying),
-        max_positions=whole_number(raw, "max_position_embeddings"),
-        mlp_bias=flag(raw, "mlp_bias", default=False),
-        rope_scaling=scaling,
-        moe=family.read_moe(raw),
-        latent=latent,
-        unrotated_layers=family.read_unrotated(raw),
-        head=head,
-    )
+        "tied_head": head == "vocab" and flag(raw, "tie_word_embeddings", default=family.default_tying),
+        "max_positions": whole_number(raw, "max_position_embeddings"),
+        "mlp_bias": flag(raw, "mlp_bias", default=False),
+        "rope_scaling": scaling,
+        "rotary_size": None if share == 1 else int(head_size * share),
+        "head": head,
+    }
+    return DecoderConfig(**(fields | special))
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's entries of a model that also reads images; others are returned as they are."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TEXT_PARTS:
+        return raw
+    common = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    return {**entries(raw, "text_config"), **common, "model_type": TEXT_PARTS[model_type]}
 
 
 def _read_head(raw: Mapping[str, Any]) -> Literal["vocab", "value"]:

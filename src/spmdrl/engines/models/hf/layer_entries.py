@@ -1,0 +1,389 @@
+"""Readers and writers of config.json's entries for layers that only some families have.
+
+They raise ValueError for an entry that the decoder would compute differently from transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.config_rope import plain_rope, read_window_theta, write_rope
+from spmdrl.engines.models.hf.config_values import flag, number, only, values, whole_number
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+
+Fields = dict[str, Any]
+_FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def read_qwen3_moe(raw: Mapping[str, Any]) -> Fields:
+    """Read the sparse layers, and a window of all layers."""
+    size = raw.get("sliding_window", 4096) if flag(raw, "use_sliding_window", default=False) else None
+    return {"moe": _qwen3_moe(raw), "window": read_window({**raw, "sliding_window": size}, default=None)}
+
+
+def _qwen3_moe(raw: Mapping[str, Any]) -> MoeConfig:
+    num_layers = whole_number(raw, "num_hidden_layers")
+    step = whole_number(raw, "decoder_sparse_step", 1)
+    dense = set(values(raw, "mlp_only_layers", int)) | {i for i in range(num_layers) if (i + 1) % step}
+    dense_layers = tuple(i for i in range(num_layers) if i in dense)
+    if len(dense_layers) == num_layers:
+        raise ValueError(
+            f"mlp_only_layers {raw.get('mlp_only_layers')} and decoder_sparse_step {step} leave none of the "
+            f"{num_layers} layers sparse; such a model is a qwen3"
+        )
+    return MoeConfig(
+        num_experts=count_of_experts(raw, "num_experts"),
+        experts_per_token=whole_number(raw, "num_experts_per_tok"),
+        intermediate_size=whole_number(raw, "moe_intermediate_size"),
+        normalize=flag(raw, "norm_topk_prob", default=False),
+        dense_layers=dense_layers,
+    )
+
+
+def write_qwen3_moe(config: DecoderConfig) -> Fields:
+    assert config.moe is not None, "a qwen3_moe has sparse layers"
+    return {
+        **write_qwen_window(config),
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "norm_topk_prob": config.moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.moe.dense_layers),
+    }
+
+
+def read_deepseek(raw: Mapping[str, Any]) -> Fields:
+    """Read sparse layers and latent attention."""
+    latent = _deepseek_latent(raw)
+    return {"moe": _deepseek_moe(raw), "latent": latent, "head_size": latent.head_size}
+
+
+def _deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig:
+    only(raw, "scoring_func", "sigmoid")
+    only(raw, "topk_method", "noaux_tc")
+    only(raw, "moe_layer_freq", 1)
+    num_layers = whole_number(raw, "num_hidden_layers")
+    num_dense = whole_number(raw, "first_k_dense_replace", least=0)
+    if num_dense >= num_layers:
+        raise ValueError(
+            f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers sparse; it must be lower"
+        )
+    return MoeConfig(
+        num_experts=count_of_experts(raw, "n_routed_experts"),
+        experts_per_token=whole_number(raw, "num_experts_per_tok"),
+        intermediate_size=whole_number(raw, "moe_intermediate_size"),
+        scoring="sigmoid",
+        normalize=flag(raw, "norm_topk_prob", default=True),
+        weight_scale=number(raw, "routed_scaling_factor"),
+        num_groups=whole_number(raw, "n_group"),
+        groups_per_token=whole_number(raw, "topk_group"),
+        num_shared_experts=whole_number(raw, "n_shared_experts"),
+        dense_layers=tuple(range(num_dense)),
+    )
+
+
+def _deepseek_latent(raw: Mapping[str, Any]) -> LatentConfig:
+    if "q_lora_rank" not in raw:
+        raise ValueError("q_lora_rank is missing, but must be a whole number >= 1, or null for a plain q_proj")
+    latent = LatentConfig(
+        query_rank=None if raw["q_lora_rank"] is None else whole_number(raw, "q_lora_rank"),
+        key_value_rank=whole_number(raw, "kv_lora_rank"),
+        plain_size=whole_number(raw, "qk_nope_head_dim"),
+        rotary_size=whole_number(raw, "qk_rope_head_dim"),
+        value_size=whole_number(raw, "v_head_dim"),
+        rotates_neighbours=flag(raw, "rope_interleave", default=True),
+    )
+    # transformers writes both, and would let them overrule the sizes that they follow from.
+    only(raw, "head_dim", latent.rotary_size)
+    only(raw, "qk_head_dim", latent.head_size)
+    return latent
+
+
+def write_deepseek(config: DecoderConfig) -> Fields:
+    latent = config.latent
+    assert latent is not None, "a deepseek_v3 has latent attention"
+    return {
+        **_written_deepseek_moe(config),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_nope_head_dim": latent.plain_size,
+        "qk_rope_head_dim": latent.rotary_size,
+        "v_head_dim": latent.value_size,
+        "rope_interleave": latent.rotates_neighbours,
+    }
+
+
+def _written_deepseek_moe(config: DecoderConfig) -> Fields:
+    moe = config.moe
+    assert moe is not None, f"a {config.model_type} has sparse layers"
+    return {
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "n_shared_experts": moe.num_shared_experts,
+        "n_group": moe.num_groups,
+        "topk_group": moe.groups_per_token,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.weight_scale,
+        "first_k_dense_replace": len(moe.dense_layers),
+        # Layers that predict further tokens aren't part of the decoder, nor written.
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def read_glm4_moe(raw: Mapping[str, Any]) -> Fields:
+    """Read DeepSeek's sparse layers beside plain attention, with head norms by a flag."""
+    return {"moe": _deepseek_moe(raw), "qk_norm": flag(raw, "use_qk_norm", default=False)}
+
+
+def write_glm4_moe(config: DecoderConfig) -> Fields:
+    return {**_written_deepseek_moe(config), "use_qk_norm": config.qk_norm}
+
+
+def read_gpt_oss(raw: Mapping[str, Any]) -> Fields:
+    """Read windows in every other layer, sinks, and experts with biases and a clamped gate."""
+    return {
+        "attention_sinks": True,
+        "window": read_window(raw, default=128, is_windowed=lambda layer: layer % 2 == 0),
+        "moe": MoeConfig(
+            num_experts=count_of_experts(raw, "num_local_experts"),
+            experts_per_token=whole_number(raw, "num_experts_per_tok", 4),
+            intermediate_size=whole_number(raw, "intermediate_size"),
+            # Its softmax over the chosen experts is their normalized share of one over all.
+            normalize=True,
+            bias=True,
+            clamp=ClampedGate(number(raw, "swiglu_limit", 7.0), number(raw, "swiglu_alpha", 1.702)),
+        ),
+    }
+
+
+def write_gpt_oss(config: DecoderConfig) -> Fields:
+    moe = config.moe
+    assert moe is not None and moe.clamp is not None, "a gpt_oss has sparse layers"
+    return {
+        **_written_window(config),
+        "intermediate_size": moe.intermediate_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "swiglu_limit": moe.clamp.limit,
+        "swiglu_alpha": moe.clamp.alpha,
+    }
+
+
+def read_qwen3_5(raw: Mapping[str, Any]) -> Fields:
+    """Read gated attention, norms that add one, and gated delta networks."""
+    only(raw, "attn_output_gate", True)
+    return {"attention_gate": True, "norm_adds_one": True, "delta": _delta(raw)}
+
+
+def read_qwen3_5_moe(raw: Mapping[str, Any]) -> Fields:
+    """Read the same with a sparse feed-forward in each layer."""
+    moe = MoeConfig(
+        num_experts=count_of_experts(raw, "num_experts"),
+        experts_per_token=whole_number(raw, "num_experts_per_tok"),
+        intermediate_size=whole_number(raw, "moe_intermediate_size"),
+        normalize=True,
+        shared_size=whole_number(raw, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return {**read_qwen3_5(raw), "moe": moe, "intermediate_size": moe.intermediate_size}
+
+
+def read_qwen3_next(raw: Mapping[str, Any]) -> Fields:
+    """Read the same with Qwen3's choice of sparse layers."""
+    shared_size = whole_number(raw, "shared_expert_intermediate_size")
+    moe = replace(_qwen3_moe({"norm_topk_prob": True, **raw}), shared_size=shared_size, shared_gate=True)
+    return {**read_qwen3_5(raw), "moe": moe}
+
+
+def _delta(raw: Mapping[str, Any]) -> DeltaSizes | None:
+    num_layers, interval = whole_number(raw, "num_hidden_layers"), whole_number(raw, "full_attention_interval", 4)
+    kinds = _read_kinds(raw, (_FULL, _LINEAR))
+    layers = [layer for layer in range(num_layers) if (kinds[layer] == _LINEAR if kinds else (layer + 1) % interval)]
+    if not layers:
+        return None
+    return DeltaSizes(
+        layers=tuple(layers),
+        num_key_heads=whole_number(raw, "linear_num_key_heads", 16),
+        num_value_heads=whole_number(raw, "linear_num_value_heads", 32),
+        key_size=whole_number(raw, "linear_key_head_dim", 128),
+        value_size=whole_number(raw, "linear_value_head_dim", 128),
+        conv_width=whole_number(raw, "linear_conv_kernel_dim", 4, least=2),
+    )
+
+
+def write_qwen3_5(config: DecoderConfig) -> Fields:
+    delta, kinds = config.delta, [_FULL] * config.num_layers
+    if delta is None:
+        return {"layer_types": kinds}
+    return {
+        "layer_types": [_LINEAR if layer in delta.layers else _FULL for layer in range(config.num_layers)],
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_size,
+        "linear_value_head_dim": delta.value_size,
+        "linear_conv_kernel_dim": delta.conv_width,
+    }
+
+
+def write_qwen3_5_moe(config: DecoderConfig) -> Fields:
+    assert config.moe is not None, f"a {config.model_type} has sparse layers"
+    return {
+        **write_qwen3_5(config),
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "shared_expert_intermediate_size": config.moe.shared_width,
+    }
+
+
+def write_qwen3_next(config: DecoderConfig) -> Fields:
+    return {**write_qwen3_moe(config), **write_qwen3_5_moe(config)}
+
+
+def read_gemma3(raw: Mapping[str, Any]) -> Fields:
+    """Read four norms per layer, and windows with a rotation of their own."""
+    only(raw, "attn_logit_softcapping", None)
+    only(raw, "final_logit_softcapping", None)
+    only(raw, "use_bidirectional_attention", False)
+    interval = whole_number(raw, "sliding_window_pattern", 6)
+    return {
+        "norm_adds_one": True,
+        "output_norms": True,
+        "scales_embedding": True,
+        "gelu": True,
+        "attention_scale": whole_number(raw, "query_pre_attn_scalar", 256) ** -0.5,
+        "window": read_window(
+            raw,
+            default=4096,
+            is_windowed=lambda layer: (layer + 1) % interval != 0,
+            rope_theta=read_window_theta(raw),
+        ),
+    }
+
+
+def write_gemma3(config: DecoderConfig) -> Fields:
+    assert config.attention_scale is not None, "a gemma3_text has a scale of its own"
+    theta = 10000.0 if config.window is None or config.window.rope_theta is None else config.window.rope_theta
+    rope = write_rope(config.rope_theta, config.rope_scaling)
+    of_kinds = {"full_attention": rope["rope_parameters"], "sliding_attention": plain_rope(theta)}
+    return {
+        **_written_window(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        # transformers takes whole numbers alone.
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
+        "rope_local_base_freq": theta,
+        "rope_parameters": of_kinds,
+    }
+
+
+def read_smollm3(raw: Mapping[str, Any]) -> Fields:
+    """Read no_rope_layers, which has a 1 for each layer that does rotate; the others may have a window."""
+    unrotated, is_asked_for = _unrotated(raw), flag(raw, "use_sliding_window", default=False)
+    used = {**raw, "sliding_window": raw.get("sliding_window") if is_asked_for else None}
+    window = read_window(used, default=None, is_windowed=lambda layer: layer in unrotated)
+    return {"unrotated_layers": unrotated, "window": window}
+
+
+def _unrotated(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    num_layers = whole_number(raw, "num_hidden_layers")
+    interval = whole_number(raw, "no_rope_layer_interval", 4)
+    rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if raw.get("no_rope_layers") is not None:
+        rotates = values(raw, "no_rope_layers", int)
+    if len(rotates) != num_layers or not set(rotates) <= {0, 1}:
+        raise ValueError(f"no_rope_layers is {rotates}, but must hold 0 or 1 for each of the {num_layers} layers")
+    return tuple(layer for layer in range(num_layers) if not rotates[layer])
+
+
+def write_smollm3(config: DecoderConfig) -> Fields:
+    rotates = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
+    # Without an entry, transformers takes token 128004 for padding, which few vocabularies but SmolLM3's have.
+    return {
+        "mlp_bias": config.mlp_bias,
+        "no_rope_layers": rotates,
+        "use_sliding_window": False,
+        **write_qwen_window(config),
+        "pad_token_id": None,
+    }
+
+
+def write_mlp_bias(config: DecoderConfig) -> Fields:
+    return {"mlp_bias": config.mlp_bias}
+
+
+def read_window(
+    raw: Mapping[str, Any],
+    *,
+    default: int | None,
+    is_windowed: Callable[[int], bool] | None = None,
+    rope_theta: float | None = None,
+) -> WindowConfig | None:
+    """Read the layers that see the newest tokens only; None if a window is never shorter than a row.
+
+    `is_windowed` says which layers they are if layer_types isn't given; without it they are all layers.
+    """
+    num_layers, size = whole_number(raw, "num_hidden_layers"), raw.get("sliding_window", default)
+    kinds = [] if is_windowed is None else _read_kinds(raw, (_FULL, _WINDOWED))
+    if size is None:
+        if _WINDOWED in kinds:
+            raise ValueError(f"layer_types has {_WINDOWED!r}, but sliding_window is null; set it to a number of tokens")
+        return None
+    size = whole_number({"sliding_window": size}, "sliding_window")
+    layers = list(range(num_layers))
+    if is_windowed is not None:
+        layers = [layer for layer in layers if (kinds[layer] == _WINDOWED if kinds else is_windowed(layer))]
+    hides = size < whole_number(raw, "max_position_embeddings") or rope_theta is not None
+    return WindowConfig(size, tuple(layers), rope_theta) if layers and hides else None
+
+
+def _read_kinds(raw: Mapping[str, Any], supported: Sequence[str]) -> list[str]:
+    """Read each layer's kind; empty if layer_types isn't given."""
+    num_layers, kinds = whole_number(raw, "num_hidden_layers"), values(raw, "layer_types", str)
+    if raw.get("layer_types") is not None and len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
+    if unknown := sorted(set(kinds) - set(supported)):
+        raise ValueError(f"layer_types has {unknown[0]!r}, but supported are {', '.join(map(repr, supported))}")
+    return kinds
+
+
+def read_qwen_window(raw: Mapping[str, Any]) -> WindowConfig | None:
+    """Read the window of Qwen2 and Qwen3, of some layers or of those from max_window_layers on."""
+    is_asked_for = flag(raw, "use_sliding_window", default=False)
+    size, first = raw.get("sliding_window", 4096), whole_number(raw, "max_window_layers", 0, least=0)
+    used = {**raw, "sliding_window": size if is_asked_for else None}
+    return read_window(used, default=None, is_windowed=lambda layer: layer >= first)
+
+
+def write_qwen_window(config: DecoderConfig) -> Fields:
+    return {} if config.window is None else {"use_sliding_window": True, **_written_window(config)}
+
+
+def refuse_windows(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError if the entries of a family without windows have some."""
+    if read_window(raw, default=None, is_windowed=lambda layer: True) is not None:
+        raise ValueError(f"sliding_window {raw['sliding_window']!r} is not supported in this family; set it to null")
+
+
+def _written_window(config: DecoderConfig) -> Fields:
+    """Return the entries of a window, if any."""
+    window = config.window
+    if window is None:
+        return {}
+    kinds = [_WINDOWED if layer in window.layers else _FULL for layer in range(config.num_layers)]
+    return {"sliding_window": window.size, "layer_types": kinds}
+
+
+def count_of_experts(raw: Mapping[str, Any], key: str) -> int:
+    """Return the number of experts under the family's key, or under transformers' common one; both must agree."""
+    given = {name: raw[name] for name in (key, "num_local_experts") if raw.get(name) is not None}
+    if len(set(map(str, given.values()))) > 1:
+        raise ValueError(f"{key} {raw[key]!r} and num_local_experts {raw['num_local_experts']!r} differ; remove one")
+    return whole_number(raw, next(iter(given), key))
