@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,8 +21,16 @@ LENGTHS = [1, 5, 32, 33, 100, 7, 70]
 class Rows:
     """Rows of random queries, keys and values, and blocks for them in a cache."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, block_size: int):
-        state = KeyBlocks(num_kv_heads, head_size, value_size)
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        value_size: int,
+        block_size: int,
+        window: int | None = None,
+    ):
+        state = KeyBlocks(num_kv_heads, head_size, value_size, window)
         self.cache = StateCache([state], block_size, torch.float32, chosen_device())
         self.tables, num_blocks = [], 1
         for length in LENGTHS:
@@ -33,35 +43,40 @@ class Rows:
         self.heads = [torch.randn(sum(LENGTHS), *size, generator=generator).to(chosen_device()) for size in sizes]
         self.offsets = offsets_of(LENGTHS).tolist()
 
-    def attend(self, *spans: tuple[int, int, int]) -> list[Tensor]:
+    def attend(self, *spans: tuple[int, int, int], **seen: Any) -> list[Tensor]:
         """What these spans (row, start, stop), run in one forward, get."""
         index = [self.offsets[row] + place for row, start, stop in spans for place in range(start, stop)]
         attend = PrefillAttention(self.cache, [Span([self.tables[row]], start, stop) for row, start, stop in spans])
-        out = attend(0, *(heads[index] for heads in self.heads))
+        out = attend(0, *(heads[index] for heads in self.heads), **seen)
         return list(out.split([stop - start for _, start, stop in spans]))
 
-    def alone(self, cut: int) -> list[Tensor]:
+    def alone(self, cut: int, **seen: Any) -> list[Tensor]:
         """What each row gets when it runs alone, in two chunks."""
         rows = []
         for row, length in enumerate(LENGTHS):
             bounds = sorted({0, min(cut, length), length})
-            rows.append(torch.cat([self.attend((row, *pair))[0] for pair in zip(bounds[:-1], bounds[1:], strict=True)]))
+            chunks = [self.attend((row, *pair), **seen)[0] for pair in zip(bounds[:-1], bounds[1:], strict=True)]
+            rows.append(torch.cat(chunks))
         return rows
 
 
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (20, True), (70, False), (None, True)])
 @pytest.mark.parametrize("heads", [(4, 2, 16, 16), (6, 6, 12, 6), (8, 1, 64, 64)], ids=str)
 @pytest.mark.parametrize("block_size", [4, 5, 16])
-def test_whole_rows_and_chunks_get_the_same_bits(heads: tuple[int, int, int, int], block_size: int) -> None:
-    rows = Rows(*heads, block_size)
-    together = rows.attend(*((row, 0, length) for row, length in enumerate(LENGTHS)))
-    expected = PackedCausalAttention(offsets_of(LENGTHS))(0, *rows.heads).split(LENGTHS)
+def test_whole_rows_and_chunks_get_the_same_bits(
+    heads: tuple[int, int, int, int], block_size: int, window: int | None, has_sinks: bool
+) -> None:
+    rows = Rows(*heads, block_size, window)
+    seen = {"window": window, "sinks_H": torch.linspace(-1, 3, heads[0]).to(chosen_device()) if has_sinks else None}
+    together = rows.attend(*((row, 0, length) for row, length in enumerate(LENGTHS)), **seen)
+    expected = PackedCausalAttention(offsets_of(LENGTHS))(0, *rows.heads, **seen).split(LENGTHS)
     for own, reference in zip(together, expected, strict=True):
         torch.testing.assert_close(own, reference, atol=1e-5, rtol=1e-5)
     for cut in (0, 3, 32, 47, 64, 99):
         if chosen_kind() == "cpu":
-            assert all(map(torch.equal, rows.alone(cut), together))
+            assert all(map(torch.equal, rows.alone(cut, **seen), together))
         else:
-            torch.testing.assert_close(rows.alone(cut), together, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(rows.alone(cut, **seen), together, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_reads_what_another_writes_in_the_same_forward() -> None:
