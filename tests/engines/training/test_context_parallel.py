@@ -12,6 +12,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel, share_of
+from spmdrl.engines.training.context.halo import halo_places
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
 from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
@@ -27,6 +28,8 @@ HEADS = {"all": (4, 4), "grouped": (8, 4), "one key head": (4, 1)}
 # What rows, with which heads.
 CASES = [("mixed", "all"), ("mixed", "grouped"), ("mixed", "one key head")]
 CASES += [("one", "grouped"), ("short", "one key head"), ("equal", "all")]
+# Windows within a chunk, over several chunks, and of the longest row, with sinks or without.
+SEEN = [(1, False), (2, True), (5, False), (30, True), (70, True), (None, True)]
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -51,24 +54,36 @@ def _whole(own_t: Tensor, placement: Placement) -> Tensor:
     return whole_T
 
 
-def _attention_errors(axis: Axis, kind: ContextKind, lengths: list[int], heads: tuple[int, int]) -> dict[str, float]:
+def _attention_errors(
+    axis: Axis,
+    kind: ContextKind,
+    lengths: list[int],
+    heads: tuple[int, int],
+    window: int | None = None,
+    has_sinks: bool = False,
+) -> dict[str, float]:
     """Relative errors of output and input gradients, of all ranks together."""
     torch.manual_seed(0)
     offsets = offsets_of(lengths)
     shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 6))
     whole = [torch.randn(sum(lengths), *shape).to(chosen_device()).requires_grad_() for shape in shapes]
     weight = torch.randn(sum(lengths), heads[0], 6).to(chosen_device())
-    expected = PackedCausalAttention(offsets)(0, *whole)
-    gradients = torch.autograd.grad((expected * weight).sum(), whole)
+    sinks = torch.randn(heads[0]).to(chosen_device()).requires_grad_()
+    seen = {"window": window, "sinks_H": sinks if has_sinks else None}
+    expected = PackedCausalAttention(offsets)(0, *whole, **seen)
+    *gradients, by_sinks = torch.autograd.grad((expected * weight).sum(), [*whole, sinks], materialize_grads=True)
 
     unit = 2 * axis.size
     size = (num_places(offsets, axis.size, kind) // unit + 2) * unit
     placement = place_tokens(offsets, axis, kind, size=size)
     own = [_own(x.detach(), placement).requires_grad_() for x in whole]
     real = (placement.source_T >= 0).to(chosen_device())
-    attended = attention_of(PackedCausalAttention(placement.offsets), placement, chosen_device())(0, *own)
-    parts = torch.autograd.grad((attended * _own(weight, placement))[real].sum(), own)
-    errors = {}
+    attended = attention_of(PackedCausalAttention(placement.offsets), placement, chosen_device())(0, *own, **seen)
+    *parts, part_of_sinks = torch.autograd.grad(
+        (attended * _own(weight, placement))[real].sum(), [*own, sinks], materialize_grads=True
+    )
+    dist.all_reduce(part_of_sinks)
+    errors = {"sinks": _relative_error(part_of_sinks, by_sinks)}
     for name, ours, theirs in zip(("out", "q", "k", "v"), (attended, *parts), (expected, *gradients), strict=True):
         errors[name] = _relative_error(_whole(ours.detach(), placement), theirs.detach())
     errors["gradients at padding"] = sum(float(part[~real].abs().sum()) for part in parts)
@@ -113,9 +128,38 @@ def _all_errors(world: World) -> dict[str, float]:
         for rows, heads in CASES:
             for what, error in _attention_errors(axis, kind, LENGTHS[rows], HEADS[heads]).items():
                 errors[f"{kind}, {rows} rows, {heads} heads: {what}"] = error
+        for window, has_sinks in SEEN:
+            found = _attention_errors(axis, kind, LENGTHS["mixed"], HEADS["grouped"], window, has_sinks)
+            for what, error in found.items():
+                errors[f"{kind}, window {window}, sinks {has_sinks}: {what}"] = error
         for what, error in _decoder_errors(axis, kind, [1, 12, 5, 2, 30]).items():
             errors[f"{kind}, decoder: {what}"] = error
     return errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 30, 200])
+def test_a_halo_holds_the_tokens_before_each_chunk(window: int, size: int) -> None:
+    chunk_lengths = [3, 0, 9, 1]
+    positions = [
+        [
+            (row, chunk * length + place)
+            for row, length in enumerate(chunk_lengths)
+            for chunk in (rank, 2 * size - 1 - rank)
+            for place in range(length)
+        ]
+        for rank in range(size)
+    ]
+    for rank in range(size):
+        ranks, places, counts = halo_places(chunk_lengths, window, size, rank)
+        found = [positions[source][place] for source, place in zip(ranks.tolist(), places.tolist(), strict=True)]
+        expected = []
+        for row, length in enumerate(chunk_lengths):
+            for chunk in (rank, 2 * size - 1 - rank):
+                start = chunk * length
+                expected.append([(row, position) for position in range(max(0, start - window + 1), start)])
+        assert counts.tolist() == [len(halo) for halo in expected]
+        assert found == [token for halo in expected for token in halo]
 
 
 @pytest.mark.ranks

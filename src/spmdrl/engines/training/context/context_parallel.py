@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.kernels.packed import Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import Copies
 from spmdrl.engines.models.layers import Attend
 from spmdrl.engines.parallel.axis_collectives import exchange_rows, gather_own_gradient
@@ -106,11 +107,14 @@ class WithoutPadding:
     def __init__(self, attend: Attend, num_tokens: int):
         self._attend, self._num_tokens = attend, num_tokens
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, *, window: Window = None, sinks_H: Sinks = None
+    ) -> Tensor:
         num_padding = q_THK.shape[0] - self._num_tokens
         if num_padding == 0:
-            return self._attend(layer, q_THK, k_TJK, v_TJU)
-        attended = self._attend(layer, *(heads[: self._num_tokens] for heads in (q_THK, k_TJK, v_TJU)))
+            return self._attend(layer, q_THK, k_TJK, v_TJU, window=window, sinks_H=sinks_H)
+        q, k, v = (heads[: self._num_tokens] for heads in (q_THK, k_TJK, v_TJU))
+        attended = self._attend(layer, q, k, v, window=window, sinks_H=sinks_H)
         return F.pad(attended, (0, 0, 0, 0, 0, num_padding))
 
 
@@ -124,7 +128,9 @@ class UlyssesAttention:
         """`attend` is the attention of the tokens of all ranks."""
         self._attend, self._context = attend, context
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, *, window: Window = None, sinks_H: Sinks = None
+    ) -> Tensor:
         size = self._context.size
         # With fewer key heads than ranks, ranks whose query heads share a key head all get it.
         repeats = max(1, size // k_TJK.shape[1])
@@ -135,7 +141,8 @@ class UlyssesAttention:
         joined = torch.cat([heads.flatten(2) for heads in by_rank], dim=-1)
         parts = self._exchange(joined.transpose(0, 1)).split([heads[0, 0].numel() for heads in by_rank], dim=-1)
         q, k, v = (part.unflatten(-1, heads.shape[2:]) for part, heads in zip(parts, by_rank, strict=True))
-        attended_AhU = self._attend(layer, q, k, v)
+        sinks_h = None if sinks_H is None else sinks_H.chunk(size)[self._context.rank]
+        attended_AhU = self._attend(layer, q, k, v, window=window, sinks_H=sinks_h)
         attended_CThU = self._exchange(attended_AhU.unflatten(0, (size, -1))).unflatten(0, (size, -1))
         return attended_CThU.transpose(0, 1).flatten(1, 2)
 

@@ -5,7 +5,7 @@ the same work (the zigzag order of Llama 3's training, arXiv:2407.21783, section
 
     its own (j = c): both chunks, causally;
 
-which is the same amount of work for every other rank.
+which is the same amount of work for every other rank. Within a window a chunk receives a halo instead (halo.py).
 
 Shape letters: `T` this rank's tokens, `H` query heads, `J` key and value heads, `K` head size of queries and keys, `U`
 of values.
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spmdrl.engines.models.kernels.packed import Sinks, Window, join_sinks, sinks_backward
 from spmdrl.engines.parallel.axis_collectives import RingShift
 from spmdrl.engines.training.context.block_attention import Inputs, attend_rows, attend_rows_backward
+from spmdrl.engines.training.context.halo import Halo
 from spmdrl.engines.training.context.row_pairs import Places, RowPairs, as_places
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.mesh import Axis
@@ -78,29 +80,44 @@ class RingAttention:
     def __init__(self, chunk_lengths_B: Sequence[int], context: Axis, device: torch.device):
         assert context.size > 1, context
         self._plan, self._context = plan_ring(chunk_lengths_B, device), context
+        self._chunk_lengths_B, self._longest = chunk_lengths_B, 2 * context.size * max(chunk_lengths_B, default=0)
+        self._halos: dict[int, Halo] = {}
 
-    def __call__(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor) -> Tensor:
-        return _Ring.apply(q_THK, k_TJK, v_TJU, self._plan, self._context)
+    def __call__(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, *, window: Window = None, sinks_H: Sinks = None
+    ) -> Tensor:
+        if window is not None and window < self._longest:
+            if window not in self._halos:
+                self._halos[window] = Halo(self._chunk_lengths_B, window, self._context, q_THK.device)
+            return self._halos[window].attend(q_THK, k_TJK, v_TJU, sinks_H)
+        return _Ring.apply(q_THK, k_TJK, v_TJU, sinks_H, self._plan, self._context)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, plan: RingPlan, context: Axis) -> Tensor:
+    def forward(
+        ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, sinks_H: Sinks, plan: RingPlan, context: Axis
+    ) -> Tensor:
         out_THU, lse_TH = _ring_forward((q_THK, k_TJK, v_TJU), plan, context)
-        ctx.save_for_backward(q_THK, k_TJK, v_TJU, out_THU, lse_TH)
+        if sinks_H is not None:
+            out_THU, lse_TH = join_sinks(out_THU, lse_TH, sinks_H)
+        out_THU = out_THU.to(q_THK.dtype)
+        ctx.save_for_backward(q_THK, k_TJK, v_TJU, out_THU, lse_TH, sinks_H)
         ctx.plan, ctx.context = plan, context
         return out_THU
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_out_THU: Tensor) -> tuple[Tensor | None, ...]:
-        q_THK, k_TJK, v_TJU, out_THU, lse_TH = ctx.saved_tensors
+        q_THK, k_TJK, v_TJU, out_THU, lse_TH, sinks_H = ctx.saved_tensors
         whole = (out_THU, lse_TH)
-        return *_ring_backward(by_out_THU, (q_THK, k_TJK, v_TJU), whole, ctx.plan, ctx.context), None, None
+        by_inputs = _ring_backward(by_out_THU, (q_THK, k_TJK, v_TJU), whole, ctx.plan, ctx.context)
+        by_sinks = None if sinks_H is None else sinks_backward(by_out_THU, whole, sinks_H)
+        return *by_inputs, by_sinks, None, None
 
 
 def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor, Tensor]:
-    """Return output in the queries' dtype, and logsumexp, over the keys of all ranks."""
+    """Return output in float32 or wider, and logsumexp, over the keys of all ranks."""
     q_THK, *keys_values = inputs
     out_THU, lse_TH = torch.empty(0), torch.empty(0)
     for step in range(context.size):
@@ -115,7 +132,7 @@ def _ring_forward(inputs: Inputs, plan: RingPlan, context: Axis) -> tuple[Tensor
             _join(out_THU, lse_TH, block.queries, out, lse)
         if arriving is not None:
             keys_values = arriving.wait()
-    return out_THU.to(q_THK.dtype), lse_TH
+    return out_THU, lse_TH
 
 
 def _join(out_THU: Tensor, lse_TH: Tensor, queries: Places, out: Tensor, lse: Tensor) -> None:
