@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import read_config
-from spmdrl.engines.models.hf.model_weights import weight_files_of
+from spmdrl.engines.models.hf.tensor_files import weight_files_of
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES
 
 _BLOCK_BYTES = 4096

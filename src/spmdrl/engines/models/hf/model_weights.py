@@ -5,7 +5,6 @@ Names are transformers', except that the decoder stacks the experts of a layer, 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -13,17 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.nouns.batch import WeightSlice
+from spmdrl.engines.models.hf.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 VALUE_HEAD = "score.weight"
 # One expert's weight as files name it, and the decoder's weight of all experts of a layer.
@@ -42,45 +39,35 @@ class WeightSource(Protocol):
 
 
 class WeightFiles:
-    """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
-
-    Files are mapped, so that reading a slice touches only that slice's pages. `open_weights` checks that they fit a
-    decoder.
-    """
+    """The weights of a Hugging Face folder by the decoder's names; `open_weights` checks that they fit a decoder."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self._opened: dict[str, Any] = {}
-        if (self.folder / _SINGLE_FILE).exists():
-            self._file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
-        else:
-            self._file_of = _read_index(self.folder)
-            self._check_index()
-        self._num_experts = count_experts(self._file_of)
+        self._tensors = TensorFiles(self.folder)
+        self._num_experts = count_experts(self._tensors.names)
 
     @property
     def names(self) -> list[str]:
         """Names of all weights, as the decoder has them."""
-        return sorted([name for name in self._file_of if not is_of_one_expert(name)] + list(self._num_experts))
+        return sorted([name for name in self._tensors.names if not is_of_one_expert(name)] + list(self._num_experts))
 
     @property
     def main_dtype(self) -> str:
         """Dtype of most elements in the files, such as bfloat16."""
         elements: Counter[str] = Counter()
-        for name in self._file_of:
-            stored = self._stored(name)
-            elements[stored.get_dtype()] += math.prod(stored.get_shape())
+        for name in self._tensors.names:
+            elements[self._tensors.dtype(name)] += math.prod(self._tensors.shape(name))
         [(dtype, _)] = elements.most_common(1)
         return _DTYPE_NAMES.get(dtype, dtype.lower())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole shape of a weight; raises ValueError if its experts differ."""
-        shape = self._alike(name, lambda stored: tuple(stored.get_shape()))
+        shape = self._alike(name, self._tensors.shape)
         return (self._num_experts[name], *shape) if name in self._num_experts else shape
 
     def dtype(self, name: str) -> str:
         """Return a weight's stored dtype in safetensors' terms, like BF16; raises ValueError if its experts differ."""
-        return self._alike(name, lambda stored: stored.get_dtype())
+        return self._alike(name, self._tensors.dtype)
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """Read one slice into a new CPU tensor of the stored dtype; raises ValueError if the files lack it."""
@@ -102,15 +89,10 @@ class WeightFiles:
 
     def _read(self, wanted: WeightSlice) -> Tensor:
         self._check_fits(wanted)
-        stored = self._stored(wanted.name)
-        if 0 in wanted.shape:
-            # safetensors refuses empty slices, which uneven shards do have.
-            whole = stored[tuple(slice(0, min(1, size)) for size in stored.get_shape())]
-            return whole.new_empty(wanted.shape)
-        read = stored[tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))]
+        read = self._tensors.read(wanted)
         # Extremes of values with a NaN are NaN, and are computed at memory speed.
-        if not torch.stack(read.aminmax()).isfinite().all():
-            path = self.folder / self._file_of[wanted.name]
+        if read.numel() and not torch.stack(read.aminmax()).isfinite().all():
+            path = self._tensors.path(wanted.name)
             raise ValueError(
                 f"{path}: {wanted.name} holds NaN or infinity; get the file again, or an earlier checkpoint"
             )
@@ -126,78 +108,27 @@ class WeightFiles:
 
     def _check_value_head_has_no_bias(self) -> None:
         """Raise ValueError for a nonzero bias, as in transformers' token classifiers: values would be off by it."""
-        if "score.bias" in self._file_of and (bias := self._stored("score.bias")[:]).any():
+        if "score.bias" not in self._tensors.names:
+            return
+        bias = self._tensors.read(whole_slice("score.bias", self._tensors.shape("score.bias")))
+        if bias.any():
             raise ValueError(
                 f"score.bias in {self.folder} is {bias.tolist()}, but a value head has no bias; start it anew "
                 "(WithNewHead), or give a model whose score.bias is 0"
             )
 
-    def _alike(self, name: str, look: Callable[[Any], T]) -> T:
+    def _alike(self, name: str, look: Callable[[str], T]) -> T:
         """Return a fact that all experts of a weight share, or the weight's own if it isn't stacked."""
         count = self._num_experts.get(name)
         names = [name] if count is None else [expert_name(name, expert) for expert in range(count)]
-        first = look(self._stored(names[0]))
+        first = look(names[0])
         for other in names[1:]:
-            if (found := look(self._stored(other))) != first:
+            if (found := look(other)) != first:
                 raise ValueError(
                     f"{other} in {self.folder} is {found}, but {names[0]} is {first}; all experts of a layer have one "
                     "shape and dtype, so fetch the files again"
                 )
         return first
-
-    def _check_index(self) -> None:
-        """Raise ValueError unless files match the index: transformers reads by files, others by index."""
-        for file_name in sorted(set(self._file_of.values())):
-            listed = {name for name, place in self._file_of.items() if place == file_name}
-            if differing := sorted(listed ^ set(self._open(file_name).keys())):
-                place = "the index" if differing[0] in listed else file_name
-                raise ValueError(
-                    f"{_INDEX_FILE} and {file_name} in {self.folder} disagree: {differing[0]} is only in {place}; "
-                    "fetch both again"
-                )
-
-    def _stored(self, name: str) -> Any:
-        if name not in self._file_of:
-            nearest = difflib.get_close_matches(name, self.names, n=1)
-            hint = f"; the nearest name there is {nearest[0]}" if nearest else ""
-            raise ValueError(f"{self.folder} holds no weight {name}{hint}; do config.json and weights belong together?")
-        return self._open(self._file_of[name]).get_slice(name)
-
-    def _open(self, file_name: str) -> Any:
-        if file_name not in self._opened:
-            path = self.folder / file_name
-            try:
-                self._opened[file_name] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
-        return self._opened[file_name]
-
-
-def weight_files_of(folder: Path) -> list[Path]:
-    """Return the folder's safetensors files, sorted by name. Raises ValueError if one is missing."""
-    if (folder / _SINGLE_FILE).exists():
-        return [folder / _SINGLE_FILE]
-    paths = [folder / name for name in sorted(set(_read_index(folder).values()))]
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing[:3])} of {len(paths)} files; fetch it again")
-    return paths
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    path = folder / _INDEX_FILE
-    if not path.exists():
-        raise ValueError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}; give a folder with safetensors")
-    try:
-        file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a safetensors index with a weight_map ({error}); fetch it again") from error
-    if not file_of:
-        raise ValueError(f"{path} names no weight; fetch it again")
-    for file_name in file_of.values():
-        # The index may come from anywhere, and must not make us read outside its folder.
-        if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
-            raise ValueError(f"{path} names {file_name!r}, but only plain names of files beside it are read")
-    return file_of
 
 
 def is_stacked(name: str) -> bool:
@@ -281,7 +212,7 @@ def _partial_file(folder: Path, number: int) -> Path:
 def _give_final_names(folder: Path, names_of_shard: list[list[str]], total_bytes: int) -> None:
     count = len(names_of_shard)
     if count == 1:
-        os.replace(_partial_file(folder, 0), folder / _SINGLE_FILE)
+        os.replace(_partial_file(folder, 0), folder / SINGLE_FILE)
         return
     weight_map = {}
     for number, names in enumerate(names_of_shard):
@@ -289,7 +220,7 @@ def _give_final_names(folder: Path, names_of_shard: list[list[str]], total_bytes
         os.replace(_partial_file(folder, number), folder / file_name)
         weight_map.update(dict.fromkeys(names, file_name))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 class WithNewHead:
