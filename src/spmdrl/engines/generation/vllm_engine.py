@@ -22,7 +22,7 @@ from spmdrl.engines.generation.native.running_rows import Row, rows_of
 from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights, completes_stop_string
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
-from spmdrl.engines.models.hf.model_weights import unstack
+from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.runtime.launch import TORCHRUN_VARIABLES, read_launch_environment
@@ -43,6 +43,7 @@ class VllmEngine:
         """
         self.version = 0
         self._config = read_config(model_folder)
+        self._files = open_weights(model_folder, self._config)
         self._dtype = dtype
         self._tensor = tensor
         self._position_bytes = _position_bytes(self._config, tensor, dtype)
@@ -142,7 +143,7 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._require_idle()
-        source = {"weights_iterator": unstack(all_weights(weights, self.weight_shapes()))}
+        source = {"weights_iterator": self._files.as_stored(all_weights(weights, self.weight_shapes()))}
         self._llm.collective_rpc("reload_weights", kwargs=source)
         if self._on_cpu:
             self._llm.apply_model(lambda model: vllm_cpu.pack_again(model, experts=self._packs_experts))

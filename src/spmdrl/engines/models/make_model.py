@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes
-from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, expert_name, is_stacked, write_weights
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, stored_forms
+from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, write_weights
+from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 
@@ -52,7 +53,7 @@ class RandomWeights:
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by the square root
     of their number (GPT-2's rule); embeddings and heads deviate by 0.02; norms are 1 and biases and sinks 0.
-    Each expert has a name of its own, as in files.
+    Each expert has a name of its own, as in most families' files.
     """
 
     def __init__(self, config: DecoderConfig, seed: int):
@@ -73,13 +74,13 @@ class RandomWeights:
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """Read one slice, like `WeightFiles.read`; only the needed experts of a stack are made."""
-        if not is_stacked(wanted.name):
-            box = tuple(slice(start, stop) for start, stop in zip(wanted.starts, wanted.stops, strict=True))
-            return self._whole(wanted.name, self._shapes[wanted.name])[box].clone()
-        box = tuple(slice(start, stop) for start, stop in zip(wanted.starts[1:], wanted.stops[1:], strict=True))
+        shape, rule = self._shapes[wanted.name], USUAL_FORMS.rule_of(wanted.name)
+        if rule is None:
+            return self._whole(wanted.name, shape)[wanted.index_within(whole_slice(wanted.name, shape))].clone()
         stacked = torch.empty(wanted.shape)
-        for out, expert in zip(stacked, range(wanted.starts[0], wanted.stops[0]), strict=True):
-            out.copy_(self._whole(expert_name(wanted.name, expert), self._shapes[wanted.name][1:])[box])
+        for out, box in zip(stacked, rule.boxes(wanted), strict=False):
+            whole = whole_slice(box.name, shape[1:])
+            out.copy_(self._whole(box.name, whole.shape)[box.index_within(whole)])
         return stacked
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -131,8 +132,9 @@ def make_model_folder(folder: str | Path, make: MakeConfig, seed: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     make_folder_without_weights(partial, make)
-    weights = RandomWeights(decoder_config(make), seed)
-    write_weights(partial, ((name, weights(name)) for name in weights.names))
+    config = decoder_config(make)
+    weights = RandomWeights(config, seed)
+    write_weights(partial, ((name, weights(name)) for name in weights.names), forms=stored_forms(config))
     os.replace(partial, folder)
 
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.adapter_files import write_adapters
-from spmdrl.engines.models.hf.model_folder import buffer_dtypes, compute_dtype, hf_config_dict, parameter_shapes
+from spmdrl.engines.models.hf.model_folder import (
+    buffer_dtypes,
+    compute_dtype,
+    hf_config_dict,
+    parameter_shapes,
+    stored_forms,
+)
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.tokenizer import TOKENIZER_FILES, pad_apart
@@ -105,7 +111,7 @@ class RoleModel:
         """Write whole weights with the rest of the model's folder; returns the paths."""
         folder = self._folder_in(checkpoint) / MODEL
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(folder, weights)
+        write_weights(folder, weights, forms=stored_forms(self.source.decoder))
         config = hf_config_dict(self.source.decoder, self.saved_dtype) | token_ids_of(self.source.folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES:

@@ -9,7 +9,6 @@ import torch
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.config.given import inline
 from spmdrl.engines.models.hf.model_folder import compute_dtype
-from spmdrl.engines.models.hf.model_weights import WeightFiles
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.checked_rows import unread_columns
@@ -30,13 +29,16 @@ def print_banner(checked: CheckedRun, prepared: Prepared, world: World, console:
 
 def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[str]:
     config, source, prompts = checked.config, prepared.source, prepared.prompts
-    stored = WeightFiles(source.folder).main_dtype
-    computed = str(compute_dtype(config.model, world.device.kind)).removeprefix("torch.")
+    files, model = source.weights(), count(num_parameters(source.decoder))
+    stored, computed = files.main_dtype, str(compute_dtype(config.model, world.device.kind)).removeprefix("torch.")
     stops = ", ".join(map(str, prepared.tokenizer.stop_tokens))
     yield (
         f"model  {source.folder}{' (random weights)' if config.model.make is not None else ''} | "
-        f"{count(num_parameters(source.decoder))} parameters | stored {stored}, computed {computed} | stops at {stops}"
+        f"{model} parameters | stored {stored}, computed {computed} | stops at {stops}"
     )
+    if files.left_out:
+        names = ", ".join(f"{number} of {start}*" for start, number in files.left_out.items())
+        yield f"NOTE: weights of other parts than the decoder are neither trained nor saved: {names}"
     ranks = f"{world.size} rank{'s'[: world.size > 1]} on {world.num_nodes} node{'s'[: world.num_nodes > 1]}"
     device, generation = world.device, config.resources.generation
     threads = torch.get_num_threads()

@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import layer_entries as layers
 from spmdrl.engines.models.hf.config_values import entries, flag, only, whole_number
+from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForms
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Family:
     """Reads the entries that only some families have; returns fields of the decoder's config."""
     write: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
     """Returns the entries that only this family has."""
+    stored: Callable[[DecoderConfig], StoredForms] = lambda config: USUAL_FORMS
+    """Returns the forms in which its folders store the weights."""
 
 
 FAMILIES = {

@@ -16,6 +16,7 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.config_rope import read_rope, read_rotary_share, rope_entries, write_rope
 from spmdrl.engines.models.hf.config_values import entries, flag, values, whole_number
 from spmdrl.engines.models.hf.families import FAMILIES, TEXT_PARTS, family_name, refuse_unsupported
+from spmdrl.engines.models.hf.stored_forms import StoredForms
 from spmdrl.nouns.settings.model_config import ModelConfig
 
 _LANGUAGE_MODEL = "ForCausalLM"
@@ -141,11 +142,16 @@ def _write_head(language_model: str, head: Literal["vocab", "value"]) -> dict[st
     }
 
 
+def stored_forms(config: DecoderConfig) -> StoredForms:
+    """Return the forms in which folders of this decoder's family store its weights."""
+    return FAMILIES[config.model_type].stored(config)
+
+
 @functools.lru_cache(maxsize=8)
 def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
     """Return each weight's shape by name, in the decoder's order: parameters, and buffers that are weights too.
 
-    Names are transformers' own, except for the stacked experts of a layer.
+    Names are transformers' own, except where folders store weights in another form.
     """
     # Used by each checkpoint, and a decoder takes milliseconds per layer to build.
     with torch.device("meta"):

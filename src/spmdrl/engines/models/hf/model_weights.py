@@ -1,16 +1,13 @@
-"""Weights by the decoder's names: safetensors files of the Hugging Face layout in and out.
-
-Names are transformers', except that the decoder stacks the experts of a layer, which files hold one by one.
-"""
+"""Weights by the decoder's names, read from and written to safetensors files in the forms that a family stores."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,14 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForm, StoredForms, expert_number
 from spmdrl.engines.models.hf.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 VALUE_HEAD = "score.weight"
-# One expert's weight as files name it, and the decoder's weight of all experts of a layer.
-_OF_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj)")
 
 T = TypeVar("T")
 
@@ -41,15 +36,37 @@ class WeightSource(Protocol):
 class WeightFiles:
     """The weights of a Hugging Face folder by the decoder's names; `open_weights` checks that they fit a decoder."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, forms: StoredForms = USUAL_FORMS):
         self.folder = Path(folder)
         self._tensors = TensorFiles(self.folder)
-        self._num_experts = count_experts(self._tensors.names)
+        self._forms = forms
+        self._in_folder: dict[str, str] = {}
+        """Whole names in the folder, by names without the prefix of a multimodal model."""
+        for name in self._tensors.names:
+            plain = forms.plain_name(name)
+            if plain in self._in_folder:
+                raise ValueError(f"{self.folder} holds {plain} both as {self._in_folder[plain]} and as {name}")
+            if plain is not None:
+                self._in_folder[plain] = name
+        self._rule_of: dict[str, StoredForm | None] = {}
+        self._num_experts = _count_experts(self._in_folder, forms)
+        for name in self._in_folder:
+            rule = forms.rule_of_stored(name)
+            for weight in [name] if rule is None else rule.weights(name):
+                if self._rule_of.setdefault(weight, rule) is not rule:
+                    raise ValueError(f"{self.folder} holds {weight} both as {self.stored_name(weight)} and in {name}")
 
     @property
     def names(self) -> list[str]:
         """Names of all weights, as the decoder has them."""
-        return sorted([name for name in self._tensors.names if not is_of_one_expert(name)] + list(self._num_experts))
+        return sorted(self._rule_of)
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Number of tensors that the decoder has no part in, by the beginning of their names."""
+        names = self._tensors.names
+        counts = {start: sum(name.startswith(start) for name in names) for start in self._forms.left_out}
+        return +Counter(counts)
 
     @property
     def main_dtype(self) -> str:
@@ -60,42 +77,51 @@ class WeightFiles:
         [(dtype, _)] = elements.most_common(1)
         return _DTYPE_NAMES.get(dtype, dtype.lower())
 
+    def stored_name(self, weight: str) -> str:
+        """Return the name of the tensor, or with `*` tensors, that hold a weight, or would hold a missing one."""
+        rule = self._rule_of.get(weight, self._forms.rule_of(weight))
+        return weight if rule is None else rule.name(weight)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole shape of a weight; raises ValueError if its experts differ."""
-        shape = self._alike(name, self._tensors.shape)
-        return (self._num_experts[name], *shape) if name in self._num_experts else shape
+        shape, rule = self._alike(name, self._tensors.shape), self._rule_of.get(name)
+        return shape if rule is None else rule.shape(name, shape, self._num_experts.get(rule.name(name), 0))
 
     def dtype(self, name: str) -> str:
         """Return a weight's stored dtype in safetensors' terms, like BF16; raises ValueError if its experts differ."""
         return self._alike(name, self._tensors.dtype)
 
     def read(self, wanted: WeightSlice) -> Tensor:
-        """Read one slice into a new CPU tensor of the stored dtype; raises ValueError if the files lack it."""
+        """Read one slice as a CPU tensor of the stored dtype; raises ValueError if the files lack it."""
         if wanted.name == VALUE_HEAD:
             self._check_value_head_has_no_bias()
-        if wanted.name not in self._num_experts:
-            return self._read(wanted)
         self._check_fits(wanted)
-        # At least one is read, for its dtype.
-        experts = range(wanted.starts[0], wanted.stops[0]) or range(1)
-        of_one = [
-            WeightSlice(expert_name(wanted.name, expert), wanted.starts[1:], wanted.stops[1:]) for expert in experts
-        ]
-        first = self._read(of_one[0])
+        rule = self._rule_of.get(wanted.name)
+        if rule is None:
+            return self._read(wanted)
+        boxes = rule.boxes(wanted)
+        first = self._read(boxes[0], lambda values: rule.take(wanted, values))
+        if not rule.is_stack:
+            return first
         stacked = first.new_empty(wanted.shape)
-        for out, part in zip(stacked, of_one, strict=False):
-            out.copy_(first if part is of_one[0] else self._read(part))
+        for out, box in zip(stacked, boxes, strict=False):
+            out.copy_(first if box is boxes[0] else self._read(box, lambda values: rule.take(wanted, values)))
         return stacked
 
-    def _read(self, wanted: WeightSlice) -> Tensor:
-        self._check_fits(wanted)
-        read = self._tensors.read(wanted)
+    def as_stored(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights in this folder's form, under its names."""
+        rules = tuple(dict.fromkeys(rule for rule in self._rule_of.values() if rule is not None))
+        for name, tensor in StoredForms(rules).write(weights):
+            yield self._in_folder.get(name, name), tensor
+
+    def _read(self, box: WeightSlice, take: Callable[[Tensor], Tensor] = lambda values: values) -> Tensor:
+        """Read a stored slice and take a part of it, whose values must be finite."""
+        name = self._in_folder.get(box.name, box.name)
+        read = take(self._tensors.read(replace(box, name=name)))
         # Extremes of values with a NaN are NaN, and are computed at memory speed.
         if read.numel() and not torch.stack(read.aminmax()).isfinite().all():
-            path = self._tensors.path(wanted.name)
-            raise ValueError(
-                f"{path}: {wanted.name} holds NaN or infinity; get the file again, or an earlier checkpoint"
-            )
+            path = self._tensors.path(name)
+            raise ValueError(f"{path}: {name} holds NaN or infinity; get the file again, or an earlier checkpoint")
         return read
 
     def _check_fits(self, wanted: WeightSlice) -> None:
@@ -108,7 +134,7 @@ class WeightFiles:
 
     def _check_value_head_has_no_bias(self) -> None:
         """Raise ValueError for a nonzero bias, as in transformers' token classifiers: values would be off by it."""
-        if "score.bias" not in self._tensors.names:
+        if "score.bias" not in self._rule_of:
             return
         bias = self._tensors.read(whole_slice("score.bias", self._tensors.shape("score.bias")))
         if bias.any():
@@ -118,9 +144,10 @@ class WeightFiles:
             )
 
     def _alike(self, name: str, look: Callable[[str], T]) -> T:
-        """Return a fact that all experts of a weight share, or the weight's own if it isn't stacked."""
-        count = self._num_experts.get(name)
-        names = [name] if count is None else [expert_name(name, expert) for expert in range(count)]
+        """Return a fact that all stored tensors of a weight share."""
+        stored = self.stored_name(name)
+        plain = [stored.replace("*", str(expert)) for expert in range(self._num_experts.get(stored, 1))]
+        names = [self._in_folder.get(name, name) for name in plain]
         first = look(names[0])
         for other in names[1:]:
             if (found := look(other)) != first:
@@ -131,60 +158,39 @@ class WeightFiles:
         return first
 
 
-def is_stacked(name: str) -> bool:
-    """Return True for the decoder's name of one weight of all experts of a layer."""
-    return _STACKED.fullmatch(name) is not None
-
-
-def expert_name(stacked: str, expert: int) -> str:
-    """Return the files' name of one expert's part of a stacked weight."""
-    match = _STACKED.fullmatch(stacked)
-    assert match is not None, f"{stacked} is not the name of a stacked weight"
-    return f"{match[1]}.{expert}.{match[2]}.weight"
-
-
-def count_experts(names: Iterable[str]) -> dict[str, int]:
-    """Count the experts of each stacked weight in these files' names; raises ValueError for a gap."""
+def _count_experts(names: Iterable[str], forms: StoredForms) -> dict[str, int]:
+    """Count the experts of each stack in these names, by its name with `*`; raises ValueError for a gap."""
     numbers: dict[str, list[int]] = {}
     for name in names:
-        if match := _OF_ONE_EXPERT.fullmatch(name):
-            numbers.setdefault(f"{match[1]}.{match[3]}", []).append(int(match[2]))
-    for stacked, found in numbers.items():
+        rule = forms.rule_of_stored(name)
+        if rule is not None and rule.is_stack:
+            numbers.setdefault(rule.name(name), []).append(expert_number(name))
+    for stack, found in numbers.items():
         if sorted(found) != list(range(len(found))):
             lacking = min(set(range(len(found))) - set(found))
-            raise ValueError(f"{expert_name(stacked, lacking)} is missing beside {len(found)} other experts of it")
-    return {stacked: len(found) for stacked, found in numbers.items()}
-
-
-def is_of_one_expert(name: str) -> bool:
-    """Return True for the files' name of a weight of a single expert."""
-    return _OF_ONE_EXPERT.fullmatch(name) is not None
-
-
-def unstack(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight under the files' names: stacked ones as views of their experts."""
-    for name, weight in weights:
-        if is_stacked(name):
-            yield from ((expert_name(name, number), part) for number, part in enumerate(weight.unbind()))
-        else:
-            yield name, weight
+            raise ValueError(f"{stack.replace('*', str(lacking))} is missing beside {len(found)} other experts of it")
+    return {stack: len(found) for stack, found in numbers.items()}
 
 
 def write_weights(
-    folder: str | Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5 * 1024**3
+    folder: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = 5 * 1024**3,
+    *,
+    forms: StoredForms = USUAL_FORMS,
 ) -> None:
     """Write weights in the Hugging Face layout: model.safetensors, or numbered files and an index.
 
-    Stacked experts are written one by one. Each tensor is copied as it comes, so its storage may be reused for the
-    next; at most one file's worth is held. Files get their final names last. Raises ValueError if `folder` already
-    holds weights.
+    They are stored as the family's `forms` say. Each is copied as it comes, so its storage may be reused for the next;
+    at most one file's worth is held, and one fused tensor. Files get their final names last. Raises ValueError if
+    `folder` already holds weights.
     """
     folder = Path(folder)
     if present := sorted(path.name for path in folder.glob("*.safetensors*")):
         raise ValueError(f"{folder} already holds weights ({present[0]}); write to a fresh folder")
     names_of_shard: list[list[str]] = []
     total_bytes = 0
-    for shard in _in_shards(unstack(weights), max_shard_bytes):
+    for shard in _in_shards(forms.write(weights), max_shard_bytes):
         save_file(shard, _partial_file(folder, len(names_of_shard)), metadata={"format": "pt"})
         names_of_shard.append(list(shard))
         total_bytes += sum(weight.nbytes for weight in shard.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import count_prediction_layers, parameter_shapes
+from spmdrl.engines.models.hf.model_folder import count_prediction_layers, parameter_shapes, stored_forms
 from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, WeightFiles
 from spmdrl.nouns.batch import WeightSlice
 
@@ -28,7 +28,7 @@ def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
 
     Reads the headers of all files; values only of a tied head that is stored beside the embedding.
     """
-    files = WeightFiles(folder)
+    files = WeightFiles(folder, stored_forms(config))
     stored, expected = set(files.names), parameter_shapes(config)
     _check_names(files, stored, expected, config)
     for name in sorted(expected):
@@ -47,16 +47,18 @@ def _check_names(files: WeightFiles, stored: set[str], expected: Iterable[str], 
         return
     problems = []
     if lacking:
-        problems.append(f"lacks {_some(lacking)}")
+        problems.append(f"lacks {_some(files, lacking)}")
     if extra:
-        problems.append(f"holds {_some(extra)}, for which the config has no place")
+        problems.append(f"holds {_some(files, extra)}, for which the config has no place")
     hint = "; do config.json and the weights belong together?"
     if lacking == [_LANGUAGE_HEAD]:
         hint = '; if the head is the embedding, set "tie_word_embeddings": true in config.json'
     raise ValueError(f"{files.folder} {' and '.join(problems)}{hint}")
 
 
-def _some(names: list[str]) -> str:
+def _some(files: WeightFiles, weights: list[str]) -> str:
+    """Return the first few of the stored tensors that hold these weights."""
+    names = [*dict.fromkeys(map(files.stored_name, weights))]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 
