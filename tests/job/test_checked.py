@@ -203,6 +203,13 @@ def test_rope_scaling_that_vllm_reads_otherwise_than_transformers_is_refused_the
             check_vllm_computes(tmp_path)
 
 
+def test_vllm_is_refused_for_quantized_weights(tmp_path: Path) -> None:
+    content = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"weights in .* are quantized \(fp8\), .* set rollout.engine to native"):
+        check_vllm_computes(tmp_path)
+
+
 def test_aliases_of_other_trainers_mean_the_same():
     loaded = load_config([], [*MODEL, "learning_rate=1e-5", "beta=0.2", "max_new_tokens=64"])
     assert loaded.value.optim.lr == 1e-5

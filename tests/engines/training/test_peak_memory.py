@@ -62,25 +62,25 @@ def _measure(world: World, folder: Path) -> Peaks:
     # What the first update of any model allocates for good is not counted.
     make_engine(world).update(make_rows(), weighted_nll)
     gc.collect()
-    before = _reset_peak()
+    before = reset_peak()
     mesh = build_update_mesh(UpdateLayout(shard=world.size), world.device, world.rank)
     engine = TrainingEngine(LARGE, TrainingConfig(), OptimConfig(), mesh, world.device, compute_dtype=torch.float32)
     engine.load(WeightFiles(folder))
-    load = _status("VmHWM") - before
-    _reset_peak()
+    load = status("VmHWM") - before
+    reset_peak()
     engine.update(make_rows(num_rows=2), weighted_nll)
-    update = _status("VmHWM") - before
+    update = status("VmHWM") - before
     weights = sum(shard.tensor.nbytes for shard in engine.named_shards().values())
-    return Peaks(load, update, _status("VmRSS") - before, weights)
+    return Peaks(load, update, status("VmRSS") - before, weights)
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Let the kernel count the peak from now on, and return what is resident."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) << 10
 

@@ -11,7 +11,7 @@ import torch
 from spmdrl.config.config import Config
 from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
-from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, read_config
+from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, quantization_of, read_config
 from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
@@ -101,6 +101,11 @@ def check_vllm(config: Config) -> None:
 
 def check_vllm_computes(folder: Path) -> None:
     """Refuse a model folder that vLLM computes differently from transformers and the trainer. Raises ValueError."""
+    if (quantization := quantization_of(folder)) is not None:
+        raise ValueError(
+            f"the weights in {folder} are quantized ({quantization.packing.method}), in which vLLM would keep them, "
+            "while each step's come in 16 bits; give the unquantized weights, or set rollout.engine to native"
+        )
     factor = ignored_attn_factor(folder)
     if factor not in (None, 1):
         raise ValueError(

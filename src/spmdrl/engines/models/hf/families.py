@@ -9,7 +9,8 @@ from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import layer_entries as layers
-from spmdrl.engines.models.hf.config_values import entries, flag, only, whole_number
+from spmdrl.engines.models.hf.config_values import flag, only, whole_number
+from spmdrl.engines.models.hf.quantized import read_quantization
 from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForms
 
 
@@ -187,9 +188,7 @@ def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         only(raw, "mlp_bias", False)
     if flag(raw, "attention_out_bias", default=False):
         raise ValueError("attention_out_bias true is not supported; supported is false")
-    if raw.get("quantization_config") is not None:
-        method = entries(raw, "quantization_config").get("quant_method")
-        raise ValueError(f"quantization_config {method!r} is not supported; give the model's unquantized weights")
+    read_quantization(raw)
     if raw.get("transformers_weights") is not None:
         raise ValueError(
             f"transformers_weights names {raw['transformers_weights']!r} for the weights, which isn't read; give a "

@@ -16,6 +16,7 @@ from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.config_rope import read_rope, read_rotary_share, rope_entries, write_rope
 from spmdrl.engines.models.hf.config_values import entries, flag, values, whole_number
 from spmdrl.engines.models.hf.families import FAMILIES, TEXT_PARTS, family_name, refuse_unsupported
+from spmdrl.engines.models.hf.quantized import Quantization, read_quantization
 from spmdrl.engines.models.hf.stored_forms import StoredForms
 from spmdrl.nouns.settings.model_config import ModelConfig
 
@@ -78,6 +79,11 @@ def read_config(folder: str | Path) -> DecoderConfig:
 def count_prediction_layers(folder: str | Path) -> int:
     """Count config.json's layers after the decoder's, for further tokens (DeepSeek-V3); they aren't read."""
     return whole_number(_read_json(Path(folder)), "num_nextn_predict_layers", 0, least=0)
+
+
+def quantization_of(folder: str | Path) -> Quantization | None:
+    """Return the form in which the folder's weights are quantized, if they are."""
+    return read_quantization(_read_json(Path(folder)))
 
 
 def ignored_attn_factor(folder: str | Path) -> float | None:

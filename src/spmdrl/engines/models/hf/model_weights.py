@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.engines.models.hf.quantized import DequantizedFiles, Quantization
 from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForm, StoredForms, expert_number
 from spmdrl.engines.models.hf.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles
 from spmdrl.nouns.batch import WeightSlice, whole_slice
@@ -36,9 +37,11 @@ class WeightSource(Protocol):
 class WeightFiles:
     """The weights of a Hugging Face folder by the decoder's names; `open_weights` checks that they fit a decoder."""
 
-    def __init__(self, folder: str | Path, forms: StoredForms = USUAL_FORMS):
+    def __init__(self, folder: str | Path, forms: StoredForms = USUAL_FORMS, quantization: Quantization | None = None):
         self.folder = Path(folder)
-        self._tensors = TensorFiles(self.folder)
+        files = TensorFiles(self.folder)
+        self._quantization = quantization
+        self._tensors = files if quantization is None else DequantizedFiles(files, quantization)
         self._forms = forms
         self._in_folder: dict[str, str] = {}
         """Whole names in the folder, by names without the prefix of a multimodal model."""
@@ -70,7 +73,9 @@ class WeightFiles:
 
     @property
     def main_dtype(self) -> str:
-        """Dtype of most elements in the files, such as bfloat16."""
+        """Dtype of most elements in the files, such as bfloat16, or the method that quantized them."""
+        if self._quantization is not None:
+            return self._quantization.packing.method
         elements: Counter[str] = Counter()
         for name in self._tensors.names:
             elements[self._tensors.dtype(name)] += math.prod(self._tensors.shape(name))
@@ -101,12 +106,12 @@ class WeightFiles:
             return self._read(wanted)
         boxes = rule.boxes(wanted)
         first = self._read(boxes[0], lambda values: rule.take(wanted, values))
-        if not rule.is_stack:
+        if not rule.is_by_expert:
             return first
-        stacked = first.new_empty(wanted.shape)
-        for out, box in zip(stacked, boxes, strict=False):
+        experts = first.new_empty(wanted.shape)
+        for out, box in zip(experts.split(1), boxes, strict=True):
             out.copy_(first if box is boxes[0] else self._read(box, lambda values: rule.take(wanted, values)))
-        return stacked
+        return experts
 
     def as_stored(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights in this folder's form, under its names."""

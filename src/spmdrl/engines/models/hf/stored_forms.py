@@ -36,6 +36,11 @@ class StoredForm:
         """True if each expert has a tensor of its own."""
         return "*" in self.stored
 
+    @property
+    def is_by_expert(self) -> bool:
+        """True if dim 0 is read one by one, so that the other parts of one expert only are read beside a part."""
+        return self.is_stack or self.dim > 0
+
     def name(self, weight: str) -> str:
         """Return the tensor's whole name from the whole name of one of its weights."""
         return _in_layer(weight)[0] + self.stored
@@ -69,10 +74,12 @@ class StoredForm:
             starts[self.dim], stops[self.dim] = self._span(wanted)
         if self.transposed:
             starts[-2:], stops[-2:] = starts[:-3:-1], stops[:-3:-1]
-        if not self.is_stack:
+        if not self.is_by_expert:
             return [WeightSlice(name, tuple(starts), tuple(stops))]
         experts = range(starts[0], stops[0]) or range(1)
-        return [WeightSlice(name.replace("*", str(one)), tuple(starts[1:]), tuple(stops[1:])) for one in experts]
+        if self.is_stack:
+            return [WeightSlice(name.replace("*", str(one)), tuple(starts[1:]), tuple(stops[1:])) for one in experts]
+        return [WeightSlice(name, (one, *starts[1:]), (one + 1, *stops[1:])) for one in experts]
 
     def take(self, wanted: WeightSlice, values: Tensor) -> Tensor:
         """Return the part of a slice from the values of its box, or one expert's part; a view if possible."""

@@ -12,7 +12,12 @@ from pathlib import Path
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import count_prediction_layers, parameter_shapes, stored_forms
+from spmdrl.engines.models.hf.model_folder import (
+    count_prediction_layers,
+    parameter_shapes,
+    quantization_of,
+    stored_forms,
+)
 from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, WeightFiles
 from spmdrl.nouns.batch import WeightSlice
 
@@ -28,7 +33,7 @@ def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
 
     Reads the headers of all files; values only of a tied head that is stored beside the embedding.
     """
-    files = WeightFiles(folder, stored_forms(config))
+    files = WeightFiles(folder, stored_forms(config), quantization_of(folder))
     stored, expected = set(files.names), parameter_shapes(config)
     _check_names(files, stored, expected, config)
     for name in sorted(expected):

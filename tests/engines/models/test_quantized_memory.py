@@ -1,0 +1,78 @@
+"""Loading a quantized folder takes the 16-bit weights, and less beside them than one of its files holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spmdrl.engines.models.hf.model_weights import WeightFiles
+from spmdrl.engines.models.hf.quantized import read_quantization
+from spmdrl.engines.models.hf.stored_forms import StoredForm, StoredForms
+from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.resources.world import World
+from tests.engines.training.test_peak_memory import reset_peak, status
+from tests.support.quantized_folders import fp8_of, mxfp4_of
+from tests.support.ranks import run_ranks
+
+MIB = 1 << 20
+NUM_FILES = 4
+FORMS = StoredForms((StoredForm("gate_up", {"gate": 1, "up": 1}, dim=1, transposed=True),))
+CONFIGS = {"fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "mxfp4": {"quant_method": "mxfp4"}}
+
+
+def make_folder(folder: Path, method: str) -> None:
+    """Files of 8 MiB: two matrices of float8, or a stack of eight matrices of 4 bits."""
+    places = {}
+    for number in range(NUM_FILES):
+        layer, file = f"model.layers.{number}.", f"model-{number}.safetensors"
+        if method == "fp8":
+            tensors = {}
+            for part in ("a", "b"):
+                values, scales = fp8_of(torch.randn(2048, 2048), (128, 128))
+                tensors |= {f"{layer}{part}": values, f"{layer}{part}_scale_inv": scales}
+        else:
+            blocks, scales = mxfp4_of(torch.randn(1, 1024, 2048))
+            tensors = {
+                f"{layer}gate_up_blocks": blocks.repeat(8, 1, 1, 1),
+                f"{layer}gate_up_scales": scales.repeat(8, 1, 1),
+            }
+        save_file(tensors, folder / file)
+        places |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def load(world: World, folder: Path, method: str) -> tuple[int, int]:
+    """Return the bytes of the loaded weights, and the peak of memory while they are loaded, above that before."""
+    files = WeightFiles(folder, FORMS, read_quantization({"quantization_config": CONFIGS[method]}))
+    shapes = {name: files.shape(name) for name in files.names}
+    first, shape = next(iter(shapes.items()))
+    # What the first operations allocate for good is not counted.
+    files.read(WeightSlice(first, (0,) * len(shape), (1,) * len(shape)))
+    before, mapped, weights = reset_peak(), status("RssFile"), {}
+    for name, shape in shapes.items():
+        weights[name] = torch.empty(shape, dtype=torch.bfloat16).copy_(files.read(whole_slice(name, shape)))
+    # Mapped pages of the files only grow here, and the kernel takes them back when it needs them.
+    peak = status("VmHWM") - before - (status("RssFile") - mapped)
+    return sum(weight.nbytes for weight in weights.values()), peak
+
+
+@pytest.mark.cpu_only(reason="it measures resident memory of the host")
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", CONFIGS)
+def test_a_quantized_folder_is_loaded_within_the_16_bit_weights_and_one_file(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # glibc would keep freed blocks in its heap, so that residence wouldn't show what is in use.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 4))
+    make_folder(tmp_path, method)
+    try:
+        [(weights, peak)] = run_ranks(1, load, tmp_path, method, start_method="spawn")
+    finally:
+        shutil.rmtree(tmp_path)
+    print(f"{method}: weights {weights / MIB:.0f} MiB, peak {peak / MIB:.0f} MiB")
+    assert weights < peak < weights + weights // NUM_FILES
