@@ -24,6 +24,7 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from spmdrl.engines.models.hf.family_forms import GPT_OSS_FORMS
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config, stored_forms
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.engines.models.hf.quantized import DequantizedFiles, read_quantization
@@ -141,22 +142,25 @@ def test_every_float8_times_a_factor_equals_transformers_to_the_bit(dtype: torch
     assert torch.equal(files.read(whole_slice("w", (18, 252))), expected)
 
 
-def test_mxfp4_folders_of_gpt_oss_equal_transformers_to_the_bit(tmp_path: Path) -> None:
+def test_mxfp4_folders_of_gpt_oss_equal_transformers_to_the_bit_and_are_written_in_16_bits(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
     sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads), dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    quantize_to_mxfp4(tmp_path)
+    AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads), dtype=torch.float32).save_pretrained(source)
+    quantize_to_mxfp4(source)
     dequantize = Mxfp4Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=dequantize)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=dequantize)
     theirs = model.state_dict()
-    quantization = read_quantization(json.loads((tmp_path / "config.json").read_text()))
-    assert quantization is not None
-    files = DequantizedFiles(TensorFiles(tmp_path), quantization)
-    assert set(files.names) == set(theirs)
-    for name, weight in theirs.items():
-        assert torch.equal(files.read(whole_slice(name, files.shape(name))), weight), name
+    quantization = read_quantization(json.loads((source / "config.json").read_text()))
+    files = WeightFiles(source, GPT_OSS_FORMS, quantization)
+    up = files.read(WeightSlice("model.layers.1.mlp.experts.up_proj", (1, 3, 0), (3, 9, 64)))
+    assert torch.equal(up, theirs["model.layers.1.mlp.experts.gate_up_proj"][1:3, :, 1::2].mT[:, 3:9])
+
+    copy.mkdir()
+    write_weights(copy, whole_weights(files).items(), forms=GPT_OSS_FORMS)
+    GptOssConfig(**sizes, **heads).save_pretrained(copy)
+    written = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16).state_dict()
+    assert written.keys() == theirs.keys() and all(torch.equal(one, theirs[name]) for name, one in written.items())
 
 
 @pytest.fixture(scope="module")
