@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -28,8 +29,10 @@ from transformers import (
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request
-from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config
-from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config, stored_forms
+from spmdrl.engines.models.hf.model_weights import write_weights
+from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import small_rollout
@@ -74,6 +77,14 @@ GEMMA3 = {
     # Its embedding would be zero, and without a gradient.
     "pad_token_id": None,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 GLM4 = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -117,6 +128,11 @@ CASES = {
         {**GEMMA3, "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {**PLAIN, "rope_theta": 50.0}}},
     ),
     "gemma3-pattern": Case(Gemma3TextConfig, {**GEMMA3, "layer_types": None, "sliding_window_pattern": 3}, tied=True),
+    "gpt-oss": Case(GptOssConfig, {**GPT_OSS, "sliding_window": 4}),
+    "gpt-oss-plain-rope": Case(GptOssConfig, {**GPT_OSS, "sliding_window": 3, "rope_parameters": PLAIN}, tied=True),
+    "gpt-oss-kinds": Case(
+        GptOssConfig, {**GPT_OSS, "sliding_window": 9, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+    ),
     "glm4-moe": Case(Glm4MoeConfig, {**GLM4, "head_dim": 16, "use_qk_norm": True}),
     "glm4-moe-bias": Case(
         Glm4MoeConfig, {**GLM4, "head_dim": 8, "attention_bias": True, "partial_rotary_factor": 0.25, "n_group": 2}
@@ -164,7 +180,7 @@ def tiny_model(case: Case) -> PreTrainedModel:
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             # Norms and biases start constant, which would hide that one of them is missing.
-            if weight.dim() == 1:
+            if weight.dim() == 1 or name.endswith("_bias"):
                 weight.add_(0.3 * torch.randn_like(weight))
             assert weight.std() > 0, f"{name} is constant"
     return model.eval()
@@ -175,11 +191,15 @@ def mean_loss(logits: list[Tensor], rows: list[Tensor]) -> Tensor:
     return F.cross_entropy(torch.cat([row_logits[:-1] for row_logits in logits]), targets)
 
 
-def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
+def gradients_of(model: PreTrainedModel, config: DecoderConfig) -> dict[str, Tensor]:
     """transformers' gradients by the decoder's names."""
-    gradients = {}
+    gradients, forms, shapes = {}, stored_forms(config), parameter_shapes(config)
     for name, weight in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        rule = forms.rule_of_stored(name)
+        if rule is not None:
+            for ours in rule.weights(name):
+                gradients[ours] = rule.take(whole_slice(ours, shapes[ours]), weight.grad)
+        elif name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
             gradients[f"{prefix}gate_proj"], gradients[f"{prefix}up_proj"] = weight.grad.chunk(2, dim=1)
         else:
@@ -209,7 +229,7 @@ def test_logits_and_gradients_of_packed_rows_have_parity_with_transformers(case:
     mean_loss(their_logits, rows).backward()
     mean_loss(our_logits, rows).backward()
     weights = dict(ours.named_parameters())
-    references = gradients_of(theirs)
+    references = gradients_of(theirs, ours.config)
     assert set(references) == set(weights)
     # Key biases move attention only through the rotation, so their gradients can vanish beside their rounding.
     scale = max(float(reference.norm()) for reference in references.values())
@@ -222,8 +242,9 @@ def test_logits_and_gradients_of_packed_rows_have_parity_with_transformers(case:
 def test_greedy_tokens_of_the_native_engine_have_parity_with_transformers(case: Case, tmp_path: Path) -> None:
     theirs = tiny_model(case)
     theirs.save_pretrained(tmp_path)
-    engine = NativeEngine(read_config(tmp_path), small_rollout(), chosen_device(), torch.float32)
-    files = WeightFiles(tmp_path)
+    config = read_config(tmp_path)
+    engine = NativeEngine(config, small_rollout(), chosen_device(), torch.float32)
+    files = open_weights(tmp_path, config)
     engine.load_weights((name, files.read(whole_slice(name, shape))) for name, shape in engine.weight_shapes().items())
     engine.wake_cache()
     prompts = random_rows([3, 7, 14], VOCABULARY, seed=1)
@@ -248,7 +269,7 @@ def test_what_we_write_has_parity_in_transformers(case: Case, max_shard_bytes: i
     copy.mkdir()
     config, decoder = read_config(source), load_decoder(source)
     (copy / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32)))
-    write_weights(copy, decoder.state_dict().items(), max_shard_bytes)
+    write_weights(copy, decoder.state_dict().items(), max_shard_bytes, forms=stored_forms(config))
     assert (copy / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
     assert read_config(copy) == config
     theirs, report = AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)
@@ -261,8 +282,8 @@ def test_what_we_write_has_parity_in_transformers(case: Case, max_shard_bytes: i
 def test_what_transformers_writes_has_parity_here(case: Case, max_shard_size: str, tmp_path: Path) -> None:
     theirs = tiny_model(case)
     theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    shapes = parameter_shapes(read_config(tmp_path))
-    files = WeightFiles(tmp_path)
+    config = read_config(tmp_path)
+    shapes, files = parameter_shapes(config), open_weights(tmp_path, config)
     assert files.names == sorted(shapes)
     assert {name: files.shape(name) for name in files.names} == shapes
     assert_same_logits(theirs, tmp_path)

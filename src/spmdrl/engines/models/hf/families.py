@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import layer_entries as layers
 from spmdrl.engines.models.hf.config_values import flag, only, whole_number
+from spmdrl.engines.models.hf.family_forms import GEMMA3_FORMS, GPT_OSS_FORMS
 from spmdrl.engines.models.hf.quantized import read_quantization
 from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForms
 
@@ -120,6 +121,7 @@ FAMILIES = {
         has_windows=True,
         read=layers.read_gpt_oss,
         write=layers.write_gpt_oss,
+        stored=lambda config: GPT_OSS_FORMS,
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
@@ -159,6 +161,7 @@ FAMILIES = {
         has_windows=True,
         read=layers.read_gemma3,
         write=layers.write_gemma3,
+        stored=lambda config: GEMMA3_FORMS,
     ),
 }
 TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}

@@ -10,6 +10,10 @@ _QWEN_LEFT_OUT = ("model.visual.", "mtp.")
 _TOWERS = ("vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.")
 _GATE, _UP, _DOWN = (f"mlp.experts.{name}_proj" for name in ("gate", "up", "down"))
 _GATE_UP = "mlp.experts.gate_up_proj"
+_SHARED_EXPERT = tuple(
+    StoredForm(f"mlp.shared_expert.{name}.weight", {f"mlp.shared_experts.{name}.weight": 1})
+    for name in ("gate_proj", "up_proj", "down_proj")
+)
 
 
 def qwen3_5_forms(key_size: int, value_size: int, expert_width: int | None = None) -> StoredForms:
@@ -20,6 +24,7 @@ def qwen3_5_forms(key_size: int, value_size: int, expert_width: int | None = Non
         else (
             *EXPERTS_ONE_BY_ONE,
             StoredForm(_GATE_UP, {_GATE: expert_width, _UP: expert_width}, dim=1),
+            *_SHARED_EXPERT,
         )
     )
     return StoredForms((*_delta_net(key_size, value_size), *experts), _TEXT_PREFIXES, _QWEN_LEFT_OUT)
@@ -35,7 +40,7 @@ def qwen3_next_forms(num_key_heads: int, key_head_size: int, num_value_heads: in
         StoredForm(f"{name}_ba.weight", {f"{name}_b.weight": ratio, f"{name}_a.weight": ratio}),
     )
     _, conv = _delta_net(num_key_heads * key_head_size, num_value_heads * value_head_size)
-    return StoredForms((*by_heads, conv, *EXPERTS_ONE_BY_ONE), left_out=_QWEN_LEFT_OUT)
+    return StoredForms((*by_heads, conv, *EXPERTS_ONE_BY_ONE, *_SHARED_EXPERT), left_out=_QWEN_LEFT_OUT)
 
 
 GPT_OSS_FORMS = StoredForms(
@@ -43,6 +48,8 @@ GPT_OSS_FORMS = StoredForms(
         StoredForm(_GATE_UP, {_GATE: 1, _UP: 1}, dim=1, transposed=True),
         StoredForm(f"{_GATE_UP}_bias", {f"{_GATE}_bias": 1, f"{_UP}_bias": 1}, dim=1),
         StoredForm(_DOWN, {_DOWN: 1}, transposed=True),
+        StoredForm("mlp.router.weight", {"mlp.gate.weight": 1}),
+        StoredForm("mlp.router.bias", {"mlp.gate.bias": 1}),
     )
 )
 GEMMA3_FORMS = StoredForms((), _LLAVA_PREFIXES, (*_TOWERS, *(f"model.{tower}" for tower in _TOWERS)))
