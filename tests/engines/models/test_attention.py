@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import GptOssConfig
+from transformers.masking_utils import eager_mask, sliding_window_causal_mask_function
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
+from spmdrl.engines.models.attention import AttentionConfig, SelfAttention
 from spmdrl.engines.models.layers import PackedCausalAttention
+from spmdrl.engines.models.mixers import KeyBlocks, Rotations
 from spmdrl.nouns.batch import offsets_of
 from tests.support.chosen_device import chosen_device
 
@@ -66,3 +73,63 @@ def test_no_tokens_give_an_empty_result_that_still_differentiates(lengths: list[
     assert attended.shape == (0, 4, 6)
     attended.sum().backward()
     assert q.grad is not None
+
+
+ATTENTION = AttentionConfig(
+    hidden_size=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    rope=None,
+    rms_eps=1e-6,
+    qk_norm=False,
+    bias=True,
+    output_bias=True,
+    window=5,
+    has_sinks=True,
+)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_with_sinks_and_perhaps_a_window_is_gpt_oss(layer: int, device: torch.device) -> None:
+    lengths = [7, 1, 20]
+    theirs = GptOssAttention(
+        GptOssConfig(
+            hidden_size=12,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            sliding_window=5,
+            num_hidden_layers=2,
+            layer_types=["sliding_attention", "full_attention"],
+            attn_implementation="eager",
+        ),
+        layer,
+    ).to(device)
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours = SelfAttention(replace(ATTENTION, window=theirs.sliding_window), layer).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    hidden_TD = torch.randn(sum(lengths), 12).to(device)
+    rotations = Rotations(torch.arange(sum(lengths), device=device), set())
+    mixed = ours(hidden_TD, rotations, PackedCausalAttention(offsets_of(lengths)))
+    rows = []
+    for row_TD in hidden_TD.split(lengths):
+        length = len(row_TD)
+        window = theirs.sliding_window or length
+        mask = eager_mask(1, length, length, mask_function=sliding_window_causal_mask_function(window)).to(device)
+        unturned = (torch.ones(1, length, 4, device=device), torch.zeros(1, length, 4, device=device))
+        rows.append(theirs(row_TD[None], unturned, mask)[0][0])
+    torch.testing.assert_close(mixed, torch.cat(rows), atol=1e-5, rtol=1e-4)
+    weight = torch.randn_like(mixed)
+    gradients = [
+        torch.autograd.grad((out * weight).sum(), [module.get_parameter(name) for name in theirs.state_dict()])
+        for out, module in ((mixed, ours), (torch.cat(rows), theirs))
+    ]
+    for gradient, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, reference, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_is_part_of_the_state_that_generation_keeps() -> None:
+    assert ATTENTION.state(1) == KeyBlocks(2, 8, 8, window=5)

@@ -17,7 +17,7 @@ from spmdrl.engines.parallel.tensor_parallel import (
 )
 from spmdrl.engines.parallel.weight_cuts import Parts, VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
-from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.model_sizes import MoeConfig, WindowConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
@@ -28,6 +28,7 @@ from tests.support.ranks import run_ranks
 # 17 tokens divide by nothing; on 4 ranks each of the 2 key heads is held twice.
 DENSE = replace(CONFIG, model_type="llama", intermediate_size=12, attention_bias=True, mlp_bias=True)
 TIED = replace(DENSE, tied_head=True, attention_bias=False)
+SINKS = replace(TIED, attention_sinks=True, window=WindowConfig(3, layers=(0,)))
 SPARSE = replace(DENSE, moe=MoeConfig(num_experts=5, experts_per_token=2, intermediate_size=8, normalize=True))
 # All of DeepSeek-V3: latent attention, a dense layer, then one with groups of experts and a shared one.
 DEEPSEEK = replace(
@@ -101,7 +102,7 @@ def _rated_in_parts(world: World, config: DecoderConfig):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("config", "num_ranks"), [(DENSE, 4), (TIED, 2), (SPARSE, 2), (DEEPSEEK, 4)])
+@pytest.mark.parametrize(("config", "num_ranks"), [(DENSE, 4), (TIED, 2), (SINKS, 4), (SPARSE, 2), (DEEPSEEK, 4)])
 def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
     alone = axis_of("tensor")
     whole = fill(*cut_decoder(config, alone))
@@ -117,7 +118,7 @@ def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("config", [DENSE, TIED, SPARSE, DEEPSEEK])
+@pytest.mark.parametrize("config", [DENSE, TIED, SINKS, SPARSE, DEEPSEEK])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_first_holders_hold_every_element_once(config, num_ranks):
     held = {}

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.engines.models.decoder import Decoder
+from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel, share_of
 from spmdrl.engines.training.context.halo import halo_places
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
 from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
+from spmdrl.nouns.settings.model_sizes import WindowConfig
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
@@ -28,6 +29,7 @@ HEADS = {"all": (4, 4), "grouped": (8, 4), "one key head": (4, 1)}
 # What rows, with which heads.
 CASES = [("mixed", "all"), ("mixed", "grouped"), ("mixed", "one key head")]
 CASES += [("one", "grouped"), ("short", "one key head"), ("equal", "all")]
+DECODERS = {"full": CONFIG, "windows": replace(CONFIG, attention_sinks=True, window=WindowConfig(4, layers=(1,)))}
 # Windows within a chunk, over several chunks, and of the longest row, with sinks or without.
 SEEN = [(1, False), (2, True), (5, False), (30, True), (70, True), (None, True)]
 
@@ -99,13 +101,17 @@ def _scores(micro: MicroBatch, decoder: Decoder) -> Tensor:
     return scores_P if micro.gather_R is None else micro.gather_R(scores_P)
 
 
-def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int]) -> dict[str, float]:
+def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int], config: DecoderConfig) -> dict[str, float]:
     """Relative errors of all scores, and of weight gradients summed over the ranks."""
     torch.manual_seed(1)
     prompts_B = torch.tensor([1 + length // 3 for length in lengths])
     rows = TokenRows(torch.randint(17, (sum(lengths),)), offsets_of(lengths), prompts_B)
     weights_R = torch.randn(rows.num_response_tokens).to(chosen_device())
-    decoder = Decoder(CONFIG).to(chosen_device())
+    decoder = Decoder(config)
+    for name, weight in decoder.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight)
+    decoder.to(chosen_device())
     micro = to_microbatch(rows, range(len(rows)), chosen_device(), "logprobs")
     expected_R = _scores(micro, decoder)
     gradients = torch.autograd.grad((weights_R * expected_R).sum(), list(decoder.parameters()))
@@ -132,8 +138,9 @@ def _all_errors(world: World) -> dict[str, float]:
             found = _attention_errors(axis, kind, LENGTHS["mixed"], HEADS["grouped"], window, has_sinks)
             for what, error in found.items():
                 errors[f"{kind}, window {window}, sinks {has_sinks}: {what}"] = error
-        for what, error in _decoder_errors(axis, kind, [1, 12, 5, 2, 30]).items():
-            errors[f"{kind}, decoder: {what}"] = error
+        for name, config in DECODERS.items():
+            for what, error in _decoder_errors(axis, kind, [1, 12, 5, 2, 30], config).items():
+                errors[f"{kind}, {name}: {what}"] = error
     return errors
 
 
