@@ -171,6 +171,12 @@ inline Floats exp_of(Floats x) {
     return x < -87.0f ? zero : series * scale;
 }
 
+// 1 / (1 + exp(-x)).
+inline Floats sigmoid(Floats x) {
+    const Floats zero = {}, power = exp_of(x < 0.0f ? x : -x);
+    return (x < 0.0f ? power : zero + 1.0f) / (power + 1.0f);
+}
+
 // `x` where the lane's number is below `num`, and `other` elsewhere.
 inline Floats first_of(Floats x, int64_t num, Floats other) {
     Integers lane;
@@ -178,6 +184,14 @@ inline Floats first_of(Floats x, int64_t num, Floats other) {
     return lane < int32_t(num) ? x : other;
 }
 inline Floats first_of(Floats x, int64_t num, float other) { return first_of(x, num, Floats{} + other); }
+
+// Call `work(column, num)` for each vector of a row, whose last may hold fewer than LANES numbers.
+template <typename Work>
+inline void each_vector(int64_t size, Work work) {
+    int64_t column = 0;
+    for (; column + LANES <= size; column += LANES) work(column, LANES);
+    if (column < size) work(column, size - column);
+}
 
 inline int64_t whole_vectors(int64_t num) { return (num + LANES - 1) / LANES * LANES; }
 

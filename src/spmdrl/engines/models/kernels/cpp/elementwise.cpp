@@ -22,14 +22,6 @@ struct Rows {
     bool shares_work() const { return threads > 1 && num() * size >= 1 << 15; }
 };
 
-// Call `work(column, num)` for each vector of a row, whose last may hold fewer than LANES numbers.
-template <typename Work>
-inline void each_vector(int64_t size, Work work) {
-    int64_t column = 0;
-    for (; column + LANES <= size; column += LANES) work(column, LANES);
-    if (column < size) work(column, size - column);
-}
-
 inline float norm_scale(const float* x, int64_t size, float eps) {
     Floats squares = {};
     each_vector(size, [&](int64_t column, int64_t num) {
@@ -53,12 +45,6 @@ void norm_row_backward(const float* x, const float* weight, const float* gradien
         const Floats weighed = load_some(gradient + column, num) * load_some(weight + column, num);
         store_some(by_x + column, (weighed - load_some(x + column, num) * share) * scale, num);
     });
-}
-
-// 1 / (1 + exp(-x)).
-inline Floats sigmoid(Floats x) {
-    const Floats zero = {}, power = exp_of(x < 0.0f ? x : -x);
-    return (x < 0.0f ? power : zero + 1.0f) / (power + 1.0f);
 }
 
 inline void add_to(float* to, const float* from, int64_t size) {
