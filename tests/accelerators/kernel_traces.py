@@ -72,10 +72,13 @@ def run_kernel(cuda: FakeCuda, *, name: str, cases: list[Case], dtype: torch.dty
     )
 
 
-def _outputs(function: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _outputs(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], case: Case, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     inputs = [torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in case.shapes]
     out = function(*inputs, *case.fixed(device))
-    return [out, *torch.autograd.grad(out.sum(), inputs)]
+    results = out if isinstance(out, tuple) else (out,)
+    return [*results, *torch.autograd.grad([x.sum() for x in results], inputs)]
 
 
 def assert_like(result: Tensor, reference: Tensor, device: torch.device) -> None:

@@ -35,18 +35,28 @@ class OperationCase:
 
     shapes: tuple[tuple[int, ...], ...]
     fixed: Callable[[torch.device], tuple[Any, ...]] = lambda device: ()
+    negative: tuple[int, ...] = ()
+    """Inputs that are at most 0."""
 
 
 def cases(num_tokens: int, width: int) -> dict[str, OperationCase]:
     """One case per differentiable operation, with so many tokens and features."""
     heads, head_size = 8, max(16, width // 32)
     queries, keys = (num_tokens, heads, head_size), (num_tokens, heads // 2, head_size)
+    rates = (num_tokens, heads)
     row_lengths = [num_tokens // 2, num_tokens // 4, 1, num_tokens - num_tokens // 2 - num_tokens // 4 - 1]
     return {
         "rms_norm": OperationCase(((num_tokens, width), (width,)), lambda device: (1e-6,)),
         "rotate": OperationCase((queries,), lambda device: _angles(num_tokens, head_size, device)),
         "swiglu": OperationCase(((num_tokens, width),) * 2),
         "sigmoid": OperationCase(((num_tokens, width),)),
+        "softplus": OperationCase(((num_tokens, width),)),
+        "causal_conv": OperationCase(
+            ((num_tokens, width), (width, 4)), lambda device: (PackedRows(offsets_of(row_lengths)),)
+        ),
+        "gated_delta": OperationCase(
+            (keys, keys, queries, rates, rates), lambda device: (PackedRows(offsets_of(row_lengths)),), negative=(3,)
+        ),
         "linear": OperationCase(((num_tokens, width), (width // 2, width), (width // 2,))),
         "grouped_linear": OperationCase(
             ((num_tokens, width), (_NUM_EXPERTS, width // 2, width)), lambda device: (_counts(num_tokens).to(device),)
@@ -115,15 +125,21 @@ def _errors_of_all(run: StageRun, dtype: torch.dtype) -> dict[str, float]:
 
 def _inputs(case: OperationCase, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
+    return [-x.abs() if number in case.negative else x for number, x in enumerate(inputs)]
 
 
 def results_and_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], fixed: Sequence[Any]
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], fixed: Sequence[Any]
 ) -> list[Tensor]:
-    """The result and its gradients with respect to all inputs, for random weights of the result's elements."""
+    """The result and its gradients with respect to all inputs, for random weights of its elements.
+
+    Several results are one after the other.
+    """
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = function(*inputs, *fixed)
+    if isinstance(out, tuple):
+        out = torch.cat([x.flatten() for x in out])
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
     return [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
 
@@ -190,7 +206,22 @@ def _error_of_minus_expected(device: torch.device, dtype: torch.dtype, num_token
     return relative_error(found, plain.minus_expected(above_CV, *rows))
 
 
+def _error_of_step(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int, *, name: str) -> float:
+    """Of one token's results and states, which lie in slots in any order."""
+    case = cases(num_tokens, width)[{"conv_step": "causal_conv", "gated_delta_step": "gated_delta"}[name]]
+    inputs, generator = _inputs(case, dtype), torch.Generator().manual_seed(1)
+    shape = (3, width) if name == "conv_step" else (*inputs[2].shape[1:2], inputs[1].shape[-1], inputs[2].shape[-1])
+    states = torch.randn(num_tokens + 1, *shape, generator=generator)
+    slots_B = torch.randperm(len(states), generator=generator)[:num_tokens]
+    own = [x.to(device) for x in inputs]
+    found, expected = states.to(device, copy=True), states.clone()
+    out = getattr(ops, name)(*own, found, slots_B.to(device))
+    reference = getattr(plain, name)(*(x.float() for x in inputs), expected, slots_B)
+    return max(relative_error(out, reference), relative_error(found, expected))
+
+
 FORWARD_ONLY = {
+    **{name: partial(_error_of_step, name=name) for name in ("conv_step", "gated_delta_step")},
     "add_matmul": _error_of_add_matmul,
     "paged_attention": _error_of_paged_attention,
     "exponential_sums": _error_of_exponential_sums,

@@ -24,13 +24,15 @@ def test_gates_have_the_same_bits_in_any_batch(width):
     gate, up = torch.randn(2, 300, width, generator=torch.Generator().manual_seed(1)) * 4
     beside_each_other = torch.cat((gate, up), 1).split(width, 1)
     assert torch.equal(invariant.swiglu(*beside_each_other), invariant.swiglu(gate, up))
-    whole, sigmoid = invariant.swiglu(gate, up), invariant.sigmoid(gate)
+    whole, sigmoid, softplus = invariant.swiglu(gate, up), invariant.sigmoid(gate), invariant.softplus(gate)
     for start, stop in ((0, 1), (3, 5), (7, 60), (290, 300)):
         part = slice(start, stop)
         assert torch.equal(invariant.swiglu(gate[part].clone(), up[part].clone()), whole[part])
         assert torch.equal(invariant.sigmoid(gate[part].clone()), sigmoid[part])
+        assert torch.equal(invariant.softplus(gate[part].clone()), softplus[part])
     torch.testing.assert_close(whole, plain.swiglu(gate, up), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(sigmoid, gate.sigmoid(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(softplus, F.softplus(gate), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("inputs", [8, 32, 64, 100])

@@ -25,6 +25,8 @@ class Case:
 
     shapes: tuple[tuple[int, ...], ...]
     fixed: Callable[[torch.device], tuple[object, ...]] = lambda device: ()
+    negative: tuple[int, ...] = ()
+    """Inputs that are at most 0."""
 
 
 def angles(device: torch.device) -> tuple[object, ...]:
@@ -70,6 +72,7 @@ CASES: dict[str, list[Case]] = {
         Case(((0, 16), (3, 8, 16)), counts(0, 0, 0)),
     ],
     "sigmoid": [Case(((7, 24),))],
+    "softplus": [Case(((7, 24),))],
     "masked_attention": [
         Case(((2, 4, 3, 16), (2, 4, 9, 16), (2, 4, 9, 16)), seen(4, 9)),
         Case(((2, 4, 3, 16), (2, 2, 9, 16), (2, 2, 9, 8)), seen(9, 1)),
@@ -89,6 +92,11 @@ CASES: dict[str, list[Case]] = {
         Case(((121, 4, 24), (121, 2, 24), (121, 2, 16)), behind([2, 48, 9, 1], (10, 0), (1, 1), (20, 1), (30, 3))),
         Case(((12, 4, 16), (12, 2, 16), (12, 2, 16)), within(behind([7], (3, 0), (2, 0)), 4)),
         Case(((12, 4, 24), (12, 2, 24), (12, 2, 16)), within(behind([7], (3, 0), (2, 0)), 4, num_sinks=4)),
+    ],
+    "causal_conv": [Case(((12, 24), (24, 4)), rows_of(12)), Case(((80, 13), (13, 3)), rows_of(5, 0, 1, 74))],
+    "gated_delta": [
+        Case(((12, 2, 16), (12, 2, 16), (12, 4, 24), (12, 4), (12, 4)), rows_of(12), negative=(3,)),
+        Case(((80, 3, 5), (80, 3, 5), (80, 3, 7), (80, 3), (80, 3)), rows_of(5, 0, 1, 74), negative=(3,)),
     ],
 }
 DIFFERENTIABLE = [
@@ -115,6 +123,7 @@ def device_or_skip(kind: str) -> torch.device:
 
 def test_every_operation_is_tested_on_every_kind_of_device() -> None:
     without_gradients = {"add_matmul", "blocked_linear", "paged_attention", "exponential_sums", "minus_expected"}
+    without_gradients |= {"conv_step", "gated_delta_step"}
     assert set(CASES) | without_gradients == set(TABLE)
     for name, kinds in TABLE.items():
         assert set(kinds) == {"cpu", "cuda", "npu", chosen_kind()}
@@ -127,7 +136,9 @@ def test_every_operation_is_tested_on_every_kind_of_device() -> None:
 def test_an_implementation_equals_the_plain_one(name: str, kind: str, case: Case, dtype: torch.dtype) -> None:
     device = device_or_skip(kind)
     torch.manual_seed(0)
-    inputs = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in case.shapes]
+    values = [torch.randn(shape) for shape in case.shapes]
+    values = [-x.abs() if number in case.negative else x for number, x in enumerate(values)]
+    inputs = [x.to(device, dtype).requires_grad_() for x in values]
     exact = [x.detach().to(torch.float32).requires_grad_() for x in inputs]
     fixed = case.fixed(device)
     results = results_and_gradients(getattr(ops, name), inputs, fixed)
@@ -141,11 +152,13 @@ def test_an_implementation_equals_the_plain_one(name: str, kind: str, case: Case
 
 
 def results_and_gradients(
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: list[Tensor],
     fixed: tuple[object, ...],
 ) -> list[Tensor]:
     out = function(*inputs, *fixed)
+    if isinstance(out, tuple):
+        out = torch.cat([x.flatten() for x in out])
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
     return [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
 

@@ -41,6 +41,10 @@ def sigmoid(x: Tensor) -> Tensor:
     return _in_whole_vectors(torch.sigmoid, x)
 
 
+def softplus(x: Tensor) -> Tensor:
+    return _in_whole_vectors(F.softplus, x)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _in_whole_vectors(F.silu, gate) * up
 
@@ -61,6 +65,7 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "swiglu": swiglu,
     "sigmoid": sigmoid,
+    "softplus": softplus,
     "grouped_linear": grouped_linear,
     "linear": linear,
     # Its bits differ from F.linear's.

@@ -2,7 +2,8 @@
 
 Shape letters: `T` packed tokens, `H` query heads, `J` key and value heads, `K` head size, `U` head size of values,
 `B` rows, `Q` queries of a row, `S` key positions, `C` blocks of a table, `M` rows, `E` experts, `D` inputs and `O`
-outputs of a linear layer; `C` places and `V` vocabulary of a head.
+outputs of a linear layer; `C` places and `V` vocabulary of a head. Of linear attention: `G` heads of queries and keys,
+`H` of values, `C` channels and `W` width of its convolution, `S` slots of states.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cpu, cuda, invariant, npu, plain
+from spmdrl.engines.models.kernels import cpu, cuda, delta, invariant, npu, plain
 from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
@@ -25,6 +26,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "rotate": {"cpu": elementwise.rotate, "cuda": plain.rotate, "npu": npu.rotate},
     "swiglu": {"cpu": elementwise.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
+    "softplus": {"cpu": plain.softplus, "cuda": plain.softplus, "npu": plain.softplus},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
     "linear": {"cpu": cpu.linear, "cuda": F.linear, "npu": F.linear},
@@ -46,6 +48,14 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
         "cpu": row_attention.prefixed_attention,
         "cuda": cuda.prefixed_attention,
         "npu": npu.prefixed_attention,
+    },
+    "causal_conv": {"cpu": delta.causal_conv, "cuda": delta.causal_conv, "npu": delta.causal_conv},
+    "conv_step": {"cpu": delta.conv_step, "cuda": delta.conv_step, "npu": delta.conv_step},
+    "gated_delta": {"cpu": delta.gated_delta, "cuda": delta.gated_delta, "npu": delta.gated_delta},
+    "gated_delta_step": {
+        "cpu": delta.gated_delta_step,
+        "cuda": delta.gated_delta_step,
+        "npu": delta.gated_delta_step,
     },
 }
 
@@ -94,6 +104,11 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x))."""
     return implementation("sigmoid", x)(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x))."""
+    return implementation("softplus", x)(x)
 
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -183,6 +198,49 @@ def paged_attention(
     Sinks are those of `packed_attention`.
     """
     return implementation("paged_attention", q_BHK)(q_BHK, keys, values, tables_BC, lengths_B, window, sinks_H)
+
+
+def causal_conv(values_TC: Tensor, weight_CW: Tensor, rows: PackedRows, before_BWC: Tensor | None = None) -> Tensor:
+    """Mix each channel of a token with those of the W - 1 before it in its row, then silu; returns [T, C].
+
+    out[t] = silu(sum of weight[w] * values[t - W + 1 + w]); `before` [B, W - 1, C] are the columns before each row that
+    holds tokens, or zeros. `delta.last_columns` are those before tokens that follow.
+    """
+    return implementation("causal_conv", values_TC)(values_TC, weight_CW, rows, before_BWC)
+
+
+def conv_step(values_BC: Tensor, weight_CW: Tensor, columns_SWC: Tensor, slots_B: Tensor) -> Tensor:
+    """Compute `causal_conv` of one token per row; returns [B, C]. No gradient.
+
+    The W - 1 columns of slot `slots_B` (int64, distinct) are those before the token, and are moved on in place.
+    """
+    return implementation("conv_step", values_BC)(values_BC, weight_CW, columns_SWC, slots_B)
+
+
+def gated_delta(
+    q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor, rows: PackedRows,
+    before_BHKU: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Read and update each row's state by the gated delta rule; returns outputs [T, H, U] and states [B, H, K, U].
+
+    S <- exp(log decay) S; S <- S + k (beta (v - S^T k))^T; out = S^T q / sqrt(K), with q and k divided by their norms.
+    `before` are the states before each row that holds tokens, or zeros; states are float32. Log decays are at most 0. G
+    divides H: each key head serves consecutive value heads.
+    """
+    compute = implementation("gated_delta", v_THU)
+    return compute(q_TGK, k_TGK, v_THU, log_decay_TH, beta_TH, rows, before_BHKU)
+
+
+def gated_delta_step(
+    q_BGK: Tensor, k_BGK: Tensor, v_BHU: Tensor, log_decay_BH: Tensor, beta_BH: Tensor,
+    states_SHKU: Tensor, slots_B: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute `gated_delta` of one token per row; returns [B, H, U]. No gradient.
+
+    The float32 states of slots `slots_B` (int64, distinct) are read and updated in place.
+    """
+    compute = implementation("gated_delta_step", v_BHU)
+    return compute(q_BGK, k_BGK, v_BHU, log_decay_BH, beta_BH, states_SHKU, slots_B)
 
 
 def reads_pages(device: torch.device, dtype: torch.dtype | None = None) -> bool:

@@ -87,15 +87,23 @@ def plan_blocks(offsets: Sequence[int]) -> PaddedPlan:
     """Lay rows with these offsets [B + 1] into padded blocks, right-padded so that causality hides the padding."""
     lengths = [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
     blocks: list[Block] = []
-    tokens: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-    is_padding: list[Tensor] = [torch.empty(0, dtype=torch.bool)]
+    order: list[int] = []
     for rows in group_rows(lengths):
         length = max(lengths[row] for row in rows)
         blocks.append(Block(blocks[-1].stop if blocks else 0, len(rows), length))
-        starts = torch.tensor([offsets[row] for row in rows])[:, None]
-        last = torch.tensor([lengths[row] - 1 for row in rows])[:, None]
-        column = torch.arange(length)
-        tokens.append((starts + torch.minimum(column, last)).flatten())
+        order += rows
+    return _padded_plan(blocks, [offsets[row] for row in order], [lengths[row] for row in order])
+
+
+def _padded_plan(blocks: Sequence[Block], starts: Sequence[int], lengths: Sequence[int]) -> PaddedPlan:
+    """Lay runs of tokens with these starts and lengths into the blocks, in their order."""
+    tokens: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    is_padding: list[Tensor] = [torch.empty(0, dtype=torch.bool)]
+    sizes = [block.num_rows for block in blocks]
+    runs = zip(torch.tensor(starts).split(sizes), torch.tensor(lengths).split(sizes), strict=True)
+    for block, (first, length) in zip(blocks, runs, strict=True):
+        last, column = length[:, None] - 1, torch.arange(block.length)
+        tokens.append((first[:, None] + torch.minimum(column, last)).flatten())
         is_padding.append((column > last).flatten())
     token_of_slot, padding = torch.cat(tokens), torch.cat(is_padding)
     real_slots = (~padding).nonzero().flatten()
@@ -103,6 +111,41 @@ def plan_blocks(offsets: Sequence[int]) -> PaddedPlan:
     slot_of_token[token_of_slot[real_slots]] = real_slots
     is_identity = torch.equal(token_of_slot, torch.arange(len(real_slots)))
     return PaddedPlan(tuple(blocks), token_of_slot, slot_of_token, padding.nonzero().flatten(), is_identity)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Rows cut into chunks of one size, the last of each padded: first all rows' first chunks, then their second."""
+
+    slots: PaddedPlan
+    """One block, of all chunks."""
+    counts: tuple[int, ...]
+    """Number of rows that have a first chunk, a second, and so on: the first rows of `order`."""
+    order: Tensor
+    """[B] rows, longest first"""
+    places: Tensor
+    """[B] place of each row in `order`"""
+
+    @classmethod
+    def of(cls, offsets: Sequence[int], size: int) -> ChunkPlan:
+        rows = sorted(zip(offsets[:-1], offsets[1:], strict=True), key=lambda row: row[0] - row[1])
+        shifts = range(0, rows[0][1] - rows[0][0], size)
+        chunks = [
+            [(start + shift, min(size, stop - start - shift)) for start, stop in rows if start + shift < stop]
+            for shift in shifts
+        ]
+        starts, lengths = zip(*(chunk for of_shift in chunks for chunk in of_shift), strict=True)
+        places = torch.tensor([start for start, _ in rows]).argsort()
+        slots = _padded_plan([Block(0, len(starts), size)], starts, lengths)
+        return cls(slots, tuple(map(len, chunks)), places.argsort(), places)
+
+    def to(self, device: torch.device) -> ChunkPlan:
+        return replace(
+            self,
+            slots=self.slots.to(device),
+            order=to_device(self.order, device),
+            places=to_device(self.places, device),
+        )
 
 
 @dataclass(frozen=True)
@@ -125,6 +168,7 @@ class PackedRows:
         """Strictly ascending."""
         self._cumulative: dict[torch.device, Tensor] = {}
         self._padded: dict[torch.device, PaddedPlan] = {}
+        self._chunks: dict[torch.device, ChunkPlan] = {}
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -150,6 +194,22 @@ class PackedRows:
         if device not in self._padded:
             self._padded[device] = plan_blocks(self.offsets).to(device)
         return self._padded[device]
+
+    def chunks(self, largest: int, device: torch.device) -> ChunkPlan:
+        """Return chunks of at most this size, which is the same in all calls, with their indexes on a device."""
+        if device not in self._chunks:
+            self._chunks[device] = ChunkPlan.of(self.offsets, min(largest, self.longest)).to(device)
+        return self._chunks[device]
+
+
+def to_slots(tokens: Tensor, plan: PaddedPlan) -> Tensor:
+    """Return the slots' values; padded slots, which repeat a token, have no gradient."""
+    return tokens if plan.is_identity else _ToSlots.apply(tokens, plan)
+
+
+def from_slots(slots: Tensor, plan: PaddedPlan) -> Tensor:
+    """Return the tokens' values."""
+    return slots if plan.is_identity else _FromSlots.apply(slots, plan)
 
 
 # Each token has one slot, so both backward passes are gathers too: no scatter-add, no order of summation.
@@ -184,10 +244,8 @@ def padded_attention(
     plan = rows.padded(q_THK.device)
     if not plan.blocks:
         return nothing_attended(q_THK, k_TJK, v_TJU)
-    if plan.is_identity:
-        return attend_blocks(q_THK, k_TJK, v_TJU, plan.blocks, window, sinks_H)
-    queries, keys, values = (_ToSlots.apply(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
-    return _FromSlots.apply(attend_blocks(queries, keys, values, plan.blocks, window, sinks_H), plan)
+    queries, keys, values = (to_slots(heads, plan) for heads in (q_THK, k_TJK, v_TJU))
+    return from_slots(attend_blocks(queries, keys, values, plan.blocks, window, sinks_H), plan)
 
 
 def attend_blocks(

@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.engines.models.kernels.delta import causal_conv as causal_conv
+from spmdrl.engines.models.kernels.delta import conv_step as conv_step
+from spmdrl.engines.models.kernels.delta import gated_delta as gated_delta
+from spmdrl.engines.models.kernels.delta import gated_delta_step as gated_delta_step
 from spmdrl.engines.models.kernels.packed import (
     PackedRows,
     Sinks,
@@ -49,6 +53,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     return x.sigmoid()
+
+
+def softplus(x: Tensor) -> Tensor:
+    return F.softplus(x)
 
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
