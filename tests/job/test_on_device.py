@@ -21,6 +21,7 @@ import torch
 from tests.support import simulated_accelerator
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, summary_of, tiny_config, untimed, weights_digest
 from tests.support.ranks import end, fork
+from tests.support.simulated_accelerator.table_rows import DELTA
 
 from spmdrl.engines.models.kernels import ops, packed, plain, prefixed
 from spmdrl.engines.training.context import block_kernels
@@ -45,7 +46,7 @@ SHARE = 0.01
 
 def as_the_device_computes() -> None:
     ops.TABLE["blocked_linear"]["cpu"], ops.TABLE["linear"]["cpu"] = plain.blocked_linear, plain.linear
-    for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected"):
+    for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected", *DELTA):
         ops.TABLE[operation]["cpu"] = getattr(plain, operation)
     ops.TABLE["packed_attention"]["cpu"] = packed.padded_attention
     ops.TABLE["prefixed_attention"]["cpu"] = prefixed.padded_prefixed_attention

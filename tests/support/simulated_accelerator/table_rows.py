@@ -9,6 +9,8 @@ from spmdrl.engines.models.kernels import cpu, ops, packed, plain, prefixed
 from spmdrl.engines.training import updater as optimizer
 from spmdrl.resources import device as devices
 
+DELTA = ("causal_conv", "conv_step", "gated_delta", "gated_delta_step")
+"""Operations of linear attention."""
 # It reads memory by its address, which on the device a kernel alone may.
 _LIBRARY = torch.library.Library("simulated", "DEF")
 _LIBRARY.define(
@@ -26,7 +28,7 @@ def fill_tables(name: str, library: str) -> None:
     # Weights in blocks are oneDNN's own tensors, and its products are a CPU's, which no other device can hold or run.
     ops.TABLE["blocked_linear"][name], ops.TABLE["linear"][name] = plain.blocked_linear, plain.linear
     # Nor does it read memory by its address.
-    for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected"):
+    for operation in ("rms_norm", "rotate", "swiglu", "exponential_sums", "minus_expected", *DELTA):
         ops.TABLE[operation][name] = getattr(plain, operation)
     ops.TABLE["packed_attention"][name] = packed.padded_attention
     ops.TABLE["prefixed_attention"][name] = prefixed.padded_prefixed_attention

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import delta, ops
+from spmdrl.engines.models.kernels.cpp import delta_steps
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.nouns.batch import offsets_of
-from tests.engines.models.delta_cases import SIZES, assert_near, conv_inputs, rule_inputs
+from tests.engines.models.delta_cases import SIZES, assert_near, conv_inputs, need_library, rule_inputs
 from tests.engines.models.support import no_cpu_library
 
 LENGTHS = [1, 63, 64, 130, 65, 2]
@@ -147,6 +148,43 @@ def test_a_packed_row_is_the_row_alone_and_moves_no_gradient_of_others(kernels, 
                 assert_near([gradient], [whole[one]])
 
 
+def test_no_bit_of_a_row_depends_on_others_nor_on_where_it_is_cut():
+    need_library()
+    for sizes in SIZES:
+        inputs, values = (make(130, 1, sizes) for make in (rule_inputs, conv_inputs))
+        wanted = [*rule(inputs, [130]), *conv(values, [130])]
+        others, other_values = (make(sum(LENGTHS), len(LENGTHS), sizes) for make in (rule_inputs, conv_inputs))
+        both = [torch.cat((a, b, a)) for a, b in zip(others, inputs, strict=True)]
+        beside = [torch.cat((a, b, a)) for a, b in zip(other_values, values, strict=True)]
+        beside[1] = values[1]
+        row, tokens = len(LENGTHS), slice(sum(LENGTHS), sum(LENGTHS) + 130)
+        lengths = [*LENGTHS, 130, *LENGTHS]
+        found = [*rule(both, lengths), *conv(beside, lengths)]
+        together = [found[0][tokens], found[1][row : row + 1], found[2][tokens], found[3][row : row + 1]]
+        assert all(map(torch.equal, together, wanted))
+        for cut in (1, 2, 5, 63, 64, 65, 100, 129):
+            first = [x[:cut] for x in inputs[:5]], [values[0][:cut], *values[1:]]
+            then = [x[cut:] for x in inputs[:5]], [values[0][cut:], values[1]]
+            out, state = rule([*first[0], inputs[5]], [cut])
+            rest, after = rule([*then[0], state], [130 - cut])
+            mixed, columns = conv(first[1], [cut])
+            more, last = conv([*then[1], columns], [130 - cut])
+            pieces = [torch.cat((out, rest)), after, torch.cat((mixed, more)), last]
+            assert all(map(torch.equal, pieces, wanted)), (sizes, cut)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_steps_of_rows_in_slots_have_the_bits_of_whole_rows(threads):
+    need_library()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for sizes in SIZES:
+            assert_steps_equal_whole_rows(sizes, torch.equal)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_steps_without_the_library_are_whole_rows_too():
     with no_cpu_library():
         for sizes in SIZES[:4]:
@@ -208,3 +246,11 @@ def test_inputs_may_be_parts_of_wider_tensors(kernels):
     wide = torch.cat((q, k, v), dim=1)
     parts = [*wide.split([4, 4, 4], dim=1), torch.cat((decay, beta), 1)[:, :4], torch.cat((decay, beta), 1)[:, 4:]]
     assert all(map(torch.equal, rule([*parts, before], [5, 65]), rule([q, k, v, decay, beta, before], [5, 65])))
+
+
+def test_on_a_cpu_training_has_the_bits_of_decoding():
+    need_library()
+    inputs = rule_inputs(70, 2, SIZES[1])
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    assert all(map(torch.equal, rule(leaves, [5, 65]), rule(inputs, [5, 65])))
+    assert ops.implementation("gated_delta", inputs[0]) is delta_steps.gated_delta

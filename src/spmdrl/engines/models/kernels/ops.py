@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import cpu, cuda, delta, invariant, npu, plain
-from spmdrl.engines.models.kernels.cpp import elementwise, row_attention
+from spmdrl.engines.models.kernels.cpp import delta_steps, elementwise, row_attention
 from spmdrl.engines.models.kernels.cpp.cpu_library import cpu_library
 from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
@@ -49,11 +49,11 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
         "cuda": cuda.prefixed_attention,
         "npu": npu.prefixed_attention,
     },
-    "causal_conv": {"cpu": delta.causal_conv, "cuda": delta.causal_conv, "npu": delta.causal_conv},
-    "conv_step": {"cpu": delta.conv_step, "cuda": delta.conv_step, "npu": delta.conv_step},
-    "gated_delta": {"cpu": delta.gated_delta, "cuda": delta.gated_delta, "npu": delta.gated_delta},
+    "causal_conv": {"cpu": delta_steps.causal_conv, "cuda": delta.causal_conv, "npu": delta.causal_conv},
+    "conv_step": {"cpu": delta_steps.conv_step, "cuda": delta.conv_step, "npu": delta.conv_step},
+    "gated_delta": {"cpu": delta_steps.gated_delta, "cuda": delta.gated_delta, "npu": delta.gated_delta},
     "gated_delta_step": {
-        "cpu": delta.gated_delta_step,
+        "cpu": delta_steps.gated_delta_step,
         "cuda": delta.gated_delta_step,
         "npu": delta.gated_delta_step,
     },

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
-    _FOLDER / name for name in ("paged_attention.cpp", "row_attention.cpp", "elementwise.cpp", "softmax.cpp")
+    _FOLDER / name
+    for name in ("paged_attention.cpp", "row_attention.cpp", "elementwise.cpp", "softmax.cpp", "delta.cpp")
 )
 _HEADER = _FOLDER / "cpu_vectors.h"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -58,6 +59,8 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "packed_attention": ([ctypes.c_void_p] * 6, ctypes.c_bool),
     "packed_attention_backward": ([ctypes.c_void_p] * 9, ctypes.c_bool),
     "cached_attention": ([ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p], ctypes.c_bool),
+    "gated_delta": ([ctypes.c_void_p] * 7, ctypes.c_bool),
+    "causal_conv": ([_TENSOR, ctypes.c_int64, _TENSOR, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3], None),
 }
 """Arguments and result of each function."""
 
