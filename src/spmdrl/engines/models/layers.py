@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.delta import last_columns
 from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.rope_scaling import RopeScaling
@@ -36,6 +37,20 @@ class Attend(Protocol):
         The softmax scale is always 1 / sqrt(K): a model with another one multiplies its queries. Windows and sinks are
         those of `ops.packed_attention`.
         """
+        ...
+
+
+class Recur(Attend, Protocol):
+    """Causal attention, convolution and recurrence of one layer's packed tokens, each inside the caller's rows."""
+
+    def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor, /) -> Tensor:
+        """Return `ops.causal_conv` of each row [T, C]."""
+        ...
+
+    def recur(
+        self, layer: int, q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor, /
+    ) -> Tensor:
+        """Return the outputs [T, H, U] of `ops.gated_delta` of each row."""
         ...
 
 
@@ -126,6 +141,15 @@ class PackedCausalAttention:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
         return ops.packed_attention(q_THK, k_TJK, v_TJU, self._rows, window, sinks_H)
 
+    def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor) -> Tensor:
+        return ops.causal_conv(values_TC, weight_CW, self._rows)
+
+    def recur(
+        self, layer: int, q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        out_THU, _ = ops.gated_delta(q_TGK, k_TGK, v_THU, log_decay_TH, beta_TH, self._rows)
+        return out_THU
+
 
 class SharedPromptAttention:
     """Causal attention inside the rows of one micro-batch with shared prompts, computed once."""
@@ -138,3 +162,26 @@ class SharedPromptAttention:
     ) -> Tensor:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
         return ops.prefixed_attention(q_THK, k_TJK, v_TJU, self._rows, window, sinks_H)
+
+    def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor) -> Tensor:
+        first_TC, own_TC = self._in_two(values_TC)
+        ends_BWC = last_columns(first_TC, self._rows.first, weight_CW.shape[1] - 1)
+        first = ops.causal_conv(first_TC, weight_CW, self._rows.first)
+        own = ops.causal_conv(own_TC, weight_CW, self._rows.own, self._rows.before_own(ends_BWC))
+        return torch.cat((first, own))
+
+    def recur(
+        self, layer: int, q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        (q, own_q), (k, own_k), (v, own_v) = map(self._in_two, (q_TGK, k_TGK, v_THU))
+        (log_decay, own_log_decay), (beta, own_beta) = map(self._in_two, (log_decay_TH, beta_TH))
+        first_THU, ends_BHKU = ops.gated_delta(q, k, v, log_decay, beta, self._rows.first)
+        before = self._rows.before_own(ends_BHKU)
+        own_THU, _ = ops.gated_delta(own_q, own_k, own_v, own_log_decay, own_beta, self._rows.own, before)
+        return torch.cat((first_THU, own_THU))
+
+    def _in_two(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Split tokens into those of the first pieces and the own ones of rows after a prefix."""
+        num_first = self._rows.num_first
+        first, own = values.split([num_first, len(values) - num_first])
+        return first, own

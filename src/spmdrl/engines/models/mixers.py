@@ -64,6 +64,16 @@ class KeyBlocks:
         return self.num_heads * (self.head_size + self.value_head_size)
 
 
+@dataclass(frozen=True)
+class Recurrent:
+    """State of linear attention in generation, the same for rows of any length."""
+
+    columns: tuple[int, int]
+    """Last W - 1 inputs of C channels' convolution, on one rank, in the model's dtype."""
+    matrices: tuple[int, int, int]
+    """Matrix [K, U] of each of H heads of one rank, in float32."""
+
+
 OUTPUTS, INPUTS = 0, 1
 """Dims of a projection's weight."""
 

@@ -113,6 +113,20 @@ class PrefixedRows:
         self._starts, self._lengths, self._prefixes = offsets.tolist(), list(lengths), list(prefixes)
         self._plans: dict[torch.device, PrefixedPlan] = {}
         self._packed: dict[torch.device, PackedKeys] = {}
+        self._ends: dict[torch.device, Copies] = {}
+
+    @cached_property
+    def own(self) -> PackedRows:
+        """Own tokens of rows after a prefix, as rows."""
+        return PackedRows(offsets_of(self._lengths))
+
+    def before_own(self, ends: Tensor) -> Tensor:
+        """Return that of its prefix for each row after one, from the states [B, ...] with which pieces end."""
+        if ends.device not in self._ends:
+            held = [number for number, (start, stop) in enumerate(pairwise(self._starts)) if stop > start]
+            index = torch.tensor([held.index(prefix) for prefix in self._prefixes])
+            self._ends[ends.device] = Copies.of(index).to(ends.device)
+        return copy_rows(ends, self._ends[ends.device])
 
     def followers(self) -> list[Tensor]:
         """Return the tokens of each row after a prefix: the prefix's, then its own."""
