@@ -21,8 +21,11 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -85,6 +88,16 @@ GPT_OSS = {
     "swiglu_limit": 1.5,
     "rope_parameters": {**YARN, "truncate": False},
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED = {**SPARSE, "shared_expert_intermediate_size": 20}
 GLM4 = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -133,6 +146,12 @@ CASES = {
     "gpt-oss-kinds": Case(
         GptOssConfig, {**GPT_OSS, "sliding_window": 9, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
     ),
+    "qwen3.5": Case(Qwen3_5TextConfig, {**DELTA, "head_dim": 16}, tied=True),
+    "qwen3.5-heads": Case(
+        Qwen3_5TextConfig, {**DELTA, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
+    ),
+    "qwen3.5-moe": Case(Qwen3_5MoeTextConfig, {**DELTA, **SHARED, "head_dim": 16}),
+    "qwen3-next": Case(Qwen3NextConfig, {**DELTA, **SHARED, "head_dim": 16, "mlp_only_layers": [1]}),
     "glm4-moe": Case(Glm4MoeConfig, {**GLM4, "head_dim": 16, "use_qk_norm": True}),
     "glm4-moe-bias": Case(
         Glm4MoeConfig, {**GLM4, "head_dim": 8, "attention_bias": True, "partial_rotary_factor": 0.25, "n_group": 2}
@@ -198,7 +217,11 @@ def gradients_of(model: PreTrainedModel, config: DecoderConfig) -> dict[str, Ten
         rule = forms.rule_of_stored(name)
         if rule is not None:
             for ours in rule.weights(name):
-                gradients[ours] = rule.take(whole_slice(ours, shapes[ours]), weight.grad)
+                wanted = whole_slice(ours, shapes[ours])
+                boxes = [
+                    [slice(*ends) for ends in zip(box.starts, box.stops, strict=True)] for box in rule.boxes(wanted)
+                ]
+                gradients[ours] = torch.cat([rule.take(wanted, weight.grad[tuple(box)]) for box in boxes])
         elif name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
             gradients[f"{prefix}gate_proj"], gradients[f"{prefix}up_proj"] = weight.grad.chunk(2, dim=1)

@@ -260,7 +260,8 @@ def _position_bytes(config: DecoderConfig, num_ranks: int, dtype: torch.dtype) -
         # Every rank caches the vector that all heads share.
         size = config.num_layers * (config.latent.key_value_rank + config.latent.rotary_size)
     else:
-        size = sum(mixer.state(num_ranks).token_size for mixer in config.mixers)
+        states = [mixer.state(num_ranks) for mixer in config.mixers]
+        return sum(state.block_bytes(1, dtype) for state in states if not state.kind.is_slot)
     return size * dtype.itemsize
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.attention import AttentionConfig
+from spmdrl.engines.models.delta_net import DeltaConfig
 from spmdrl.engines.models.latent import LatentMixer
 from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm
 from spmdrl.engines.models.lora import add_adapters, is_adapter
@@ -147,6 +148,16 @@ class DecoderConfig:
         return {mixer.rope for mixer in self.mixers if mixer.rope is not None}
 
     def _mixer(self, layer: int) -> Mixer:
+        if self.delta is not None and layer in self.delta.layers:
+            return DeltaConfig(
+                hidden_size=self.hidden_size,
+                num_heads=self.delta.num_value_heads,
+                num_kv_heads=self.delta.num_key_heads,
+                key_size=self.delta.key_size,
+                value_size=self.delta.value_size,
+                conv_width=self.delta.conv_width,
+                rms_eps=self.rms_eps,
+            )
         if self.latent is not None:
             rope = Rope(self.rope_theta, self.latent.rotary_size, self.rope_scaling)
             return LatentMixer(self.latent, self.hidden_size, self.num_heads, rope, self.attention_bias)

@@ -84,6 +84,11 @@ class RandomWeights:
         return stacked
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("linear_attn.norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(("dt_bias", "A_log")):
+            # Decays of a token between exp(-16 softplus(1)) and nearly 1, as transformers begins.
+            return torch.ones(shape) if name.endswith("dt_bias") else torch.linspace(1, 16, *shape).log()
         if name.endswith("norm.weight"):
             return torch.full(shape, self._norm)
         if name.endswith(("bias", "sinks")):

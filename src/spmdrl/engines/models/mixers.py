@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.layers import Attend, Rotation
@@ -63,6 +65,10 @@ class KeyBlocks:
         """Numbers per position."""
         return self.num_heads * (self.head_size + self.value_head_size)
 
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block of so many positions in one layer."""
+        return block_size * self.token_size * dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Recurrent:
@@ -72,6 +78,17 @@ class Recurrent:
     """Last W - 1 inputs of C channels' convolution, on one rank, in the model's dtype."""
     matrices: tuple[int, int, int]
     """Matrix [K, U] of each of H heads of one rank, in float32."""
+
+    @property
+    def kind(self) -> StateKind:
+        return StateKind(is_slot=True)
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one slot in one layer."""
+        return prod(self.columns) * dtype.itemsize + prod(self.matrices) * torch.float32.itemsize
+
+
+State = KeyBlocks | Recurrent
 
 
 OUTPUTS, INPUTS = 0, 1
@@ -139,7 +156,7 @@ class Mixer(Protocol):
     def attended_size(self) -> int:
         """Numbers that each pair of a token and an earlier one costs, in multiply-adds."""
 
-    def state(self, num_ranks: int) -> KeyBlocks:
+    def state(self, num_ranks: int) -> State:
         """Return the state that generation keeps for a row on each of this many tensor ranks."""
 
     def build(self, layer: int) -> nn.Module:

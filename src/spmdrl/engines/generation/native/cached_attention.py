@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, LayerState, PagedCache, StateCache
+from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, LayerState, PagedCache, SlotStore, StateCache
 from spmdrl.engines.generation.native.running_rows import Tables
 from spmdrl.engines.models.kernels import ops
+from spmdrl.engines.models.kernels.delta import last_columns
+from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.nouns.batch import offsets_of
 
@@ -41,10 +43,15 @@ class DecodeAttention:
         self._cache = cache
         self._tables = tables
         self._lengths_B = lengths_B.contiguous()
-        size = cache.block_size
-        newest_B = lengths_B.to(torch.int64) - 1
-        blocks = [tables_BC.gather(1, (newest_B // size)[:, None]).squeeze(1) for tables_BC in tables]
-        self._head_places = _HeadPlaces([blocks_B * size + newest_B % size for blocks_B in blocks])
+        size, newest_B = cache.block_size, lengths_B.to(torch.int64) - 1
+        self._head_places = _HeadPlaces(
+            [
+                tables_BC[:, 0].to(torch.int64)
+                if kind.is_slot
+                else tables_BC.gather(1, (newest_B // size)[:, None]).squeeze(1) * size + newest_B % size
+                for kind, tables_BC in zip(cache.kinds, tables, strict=True)
+            ]
+        )
 
     @classmethod
     def of_rows(cls, cache: StateCache, tables: Sequence[Tables], lengths: Sequence[int]) -> DecodeAttention:
@@ -61,24 +68,44 @@ class DecodeAttention:
         window: int | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        state = self._cache.layer(layer)
-        state.store.write(state.number, self._head_places.of(state), k_BJK, v_BJU)
-        stored, tables_BC = state.store.stored(state.number), self._tables[state.kind]
-        return ops.paged_attention(q_BHK, *stored, tables_BC, self._lengths_B, window, sinks_H)
+        store, number, kind = state = self._cache.layer(layer)
+        assert isinstance(store, PagedCache), f"layer {layer} keeps no keys"
+        store.write(number, self._head_places.of(state), k_BJK, v_BJU)
+        return ops.paged_attention(q_BHK, *store.stored(number), self._tables[kind], self._lengths_B, window, sinks_H)
+
+    def convolve(self, layer: int, values_BC: Tensor, weight_CW: Tensor) -> Tensor:
+        store, number, kind = self._cache.layer(layer)
+        assert isinstance(store, SlotStore), f"layer {layer} keeps no recurrent state"
+        return ops.conv_step(values_BC, weight_CW, store.columns(number), self._head_places.slots(kind))
+
+    def recur(
+        self, layer: int, q_BGK: Tensor, k_BGK: Tensor, v_BHU: Tensor, log_decay_BH: Tensor, beta_BH: Tensor
+    ) -> Tensor:
+        store, number, kind = self._cache.layer(layer)
+        assert isinstance(store, SlotStore), f"layer {layer} keeps no recurrent state"
+        slots_B = self._head_places.slots(kind)
+        return ops.gated_delta_step(q_BGK, k_BGK, v_BHU, log_decay_BH, beta_BH, store.matrices(number), slots_B)
 
 
 class _HeadPlaces:
-    """Places of new tokens' heads in each store."""
+    """Places of new tokens in each store."""
 
     def __init__(self, places: Sequence[Tensor]):
-        """Places [T] of the tokens by kind of state."""
+        """Places [T] of the tokens by kind of state, or slots of the rows."""
         self._places = places
         self._found: dict[PagedCache, Tensor] = {}
 
     def of(self, state: LayerState) -> Tensor:
-        if state.store not in self._found:
-            self._found[state.store] = state.store.head_places(self._places[state.kind])
-        return self._found[state.store]
+        """Return the places of the tokens' heads."""
+        store = state.store
+        assert isinstance(store, PagedCache), "slots have no heads"
+        if store not in self._found:
+            self._found[store] = store.head_places(self._places[state.kind])
+        return self._found[store]
+
+    def slots(self, kind: int) -> Tensor:
+        """Return the rows' slots, int64."""
+        return self._places[kind]
 
 
 def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -131,9 +158,13 @@ class PrefillAttention:
         self._cache = cache
         size = cache.block_size
         places = [
-            [span.tables[kind][place // size] * size + place % size for span in spans for place in _places(span)]
+            [span.tables[kind][0] for span in spans]
+            if cache.kinds[kind].is_slot
+            else [span.tables[kind][place // size] * size + place % size for span in spans for place in _places(span)]
             for kind in range(len(cache.kinds))
         ]
+        self._rows = PackedRows(offsets_of([len(_places(span)) for span in spans]))
+        self._begins_B = torch.tensor([span.start == 0 for span in spans], device=cache.device)
         self._head_places = _HeadPlaces([torch.tensor(of_kind, device=cache.device) for of_kind in places])
         self._tiles: list[list[_Tile]] = [[] for _ in cache.kinds]
         self._first: list[_FirstTokens | None] = [None for _ in cache.kinds]
@@ -148,6 +179,8 @@ class PrefillAttention:
         elif ops.reads_pages(cache.device, cache.dtype):
             num_first = ONE_BY_ONE.get(cache.device.type, 0)
         for kind in range(len(cache.kinds)):
+            if cache.kinds[kind].is_slot:
+                continue
             rows = [RowSpan(span.tables[kind], span.start, span.stop) for span in spans]
             self._first[kind] = _FirstTokens.of(rows, num_first, cache.device)
             tiles = TileShape(width or _LATER_TILE, size, num_first, cache.kinds[kind].window)
@@ -164,6 +197,7 @@ class PrefillAttention:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         store, number, kind = state = self._cache.layer(layer)
+        assert isinstance(store, PagedCache), f"layer {layer} keeps no keys"
         store.write(number, self._head_places.of(state), k_TJK, v_TJU)
         if self._attend_whole is not None:
             return self._attend_whole(layer, q_THK, k_TJK, v_TJU, window=window, sinks_H=sinks_H)
@@ -186,6 +220,30 @@ class PrefillAttention:
             )
             out_THU[tile.own_tokens] = attended_BHQU.transpose(1, 2).flatten(0, 1)[tile.own_slots]
         return out_THU
+
+    def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor) -> Tensor:
+        store, number, kind = self._cache.layer(layer)
+        assert isinstance(store, SlotStore), f"layer {layer} keeps no recurrent state"
+        columns_SWC, slots_B = store.columns(number), self._head_places.slots(kind)
+        before_BWC = self._unless_first(columns_SWC[slots_B])
+        columns_SWC[slots_B] = last_columns(values_TC, self._rows, columns_SWC.shape[1], before_BWC)
+        return ops.causal_conv(values_TC, weight_CW, self._rows, before_BWC)
+
+    def recur(
+        self, layer: int, q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        store, number, kind = self._cache.layer(layer)
+        assert isinstance(store, SlotStore), f"layer {layer} keeps no recurrent state"
+        matrices_SHKU, slots_B = store.matrices(number), self._head_places.slots(kind)
+        before_BHKU = self._unless_first(matrices_SHKU[slots_B])
+        out_THU, matrices_SHKU[slots_B] = ops.gated_delta(
+            q_TGK, k_TGK, v_THU, log_decay_TH, beta_TH, self._rows, before_BHKU
+        )
+        return out_THU
+
+    def _unless_first(self, states: Tensor) -> Tensor:
+        """Return the states before each span: zeros before a row's first token, whatever its slot holds."""
+        return states.masked_fill_(self._begins_B.view(-1, *[1] * (states.ndim - 1)), 0)
 
 
 @dataclass(frozen=True)

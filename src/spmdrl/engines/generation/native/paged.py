@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.mixers import KeyBlocks, StateKind
+from spmdrl.engines.models.mixers import Recurrent, State, StateKind
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.resources.memory import ask_for_huge_pages
@@ -140,28 +140,72 @@ class PagedCache:
             store.index_copy_(1, target_index, store.index_select(1, source_index))
 
 
-def block_bytes_of(states: Sequence[KeyBlocks], block_size: int, dtype: torch.dtype) -> dict[StateKind, int]:
+class SlotStore:
+    """Recurrent states of layers that are alike, one slot per row."""
+
+    def __init__(self, state: Recurrent, num_layers: int, dtype: torch.dtype, device: torch.device):
+        self._shapes = ((state.columns, dtype), (state.matrices, torch.float32))
+        self._num_layers, self._device = num_layers, device
+        self._stores: tuple[Tensor, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._stores[0].shape[1] if self._stores else 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.untyped_storage().nbytes() for store in self._stores)
+
+    def resize(self, num_slots: int) -> None:
+        """Resize to `num_slots` slots, keeping the first ones' content; 0 frees the storage."""
+        old, self._stores = self._stores, ()
+        if num_slots:
+            self._stores = tuple(
+                _zeros((self._num_layers, num_slots, *shape), dtype, self._device) for shape, dtype in self._shapes
+            )
+            for store, old_store in zip(self._stores, old, strict=False):
+                store[:, : old_store.shape[1]] = old_store
+
+    def columns(self, layer: int) -> Tensor:
+        """Return a layer's last inputs of the convolution [slots, W - 1, C]."""
+        return self._stores[0][layer]
+
+    def matrices(self, layer: int) -> Tensor:
+        """Return a layer's matrices [slots, H, K, U]."""
+        return self._stores[1][layer]
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slots in every layer."""
+        source_index = torch.tensor(sources, device=self._device)
+        target_index = torch.tensor(targets, device=self._device)
+        for store in self._stores:
+            store.index_copy_(1, target_index, store.index_select(1, source_index))
+
+
+def block_bytes_of(states: Sequence[State], block_size: int, dtype: torch.dtype) -> dict[StateKind, int]:
     """Return the bytes of one block in all layers of a kind of state: full attention, then windows, then slots."""
     sizes: dict[StateKind, int] = {}
     for state in states:
-        sizes[state.kind] = sizes.get(state.kind, 0) + block_size * state.token_size * dtype.itemsize
+        sizes[state.kind] = sizes.get(state.kind, 0) + state.block_bytes(block_size, dtype)
     return {kind: sizes[kind] for kind in sorted(sizes, key=lambda kind: (kind.is_slot, kind.window or 0))}
 
 
 class StateCache:
     """States of all of a rank's layers: layers alike lie together, and all of one kind share a row's table."""
 
-    def __init__(self, states: Sequence[KeyBlocks], block_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, states: Sequence[State], block_size: int, dtype: torch.dtype, device: torch.device):
         """Hold what each of these layers keeps on this rank; all starts without blocks."""
         self.device, self.block_size, self.dtype = device, block_size, dtype
         self.block_bytes = block_bytes_of(states, block_size, dtype)
         """Bytes of one block of each kind of state."""
         self.kinds = tuple(self.block_bytes)
-        self._stores: dict[KeyBlocks, PagedCache] = {}
+        self._stores: dict[State, PagedCache | SlotStore] = {}
         for state in dict.fromkeys(states):
-            shape = CacheShape(
-                states.count(state), block_size, state.num_heads, state.head_size, state.value_head_size, dtype
-            )
+            num_layers = states.count(state)
+            if isinstance(state, Recurrent):
+                self._stores[state] = SlotStore(state, num_layers, dtype, device)
+                continue
+            shape = CacheShape(num_layers, block_size, state.num_heads, state.head_size, state.value_head_size, dtype)
             self._stores[state] = PagedCache(shape, device)
         self._layers = [
             LayerState(self._stores[state], states[:layer].count(state), self.kinds.index(state.kind))
@@ -201,7 +245,7 @@ class StateCache:
 class LayerState(NamedTuple):
     """State of one layer."""
 
-    store: PagedCache
+    store: PagedCache | SlotStore
     number: int
     """Number of the layer in its store."""
     kind: int

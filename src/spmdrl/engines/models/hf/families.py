@@ -10,7 +10,7 @@ from typing import Any
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import layer_entries as layers
 from spmdrl.engines.models.hf.config_values import flag, only, whole_number
-from spmdrl.engines.models.hf.family_forms import GEMMA3_FORMS, GPT_OSS_FORMS
+from spmdrl.engines.models.hf.family_forms import GEMMA3_FORMS, GPT_OSS_FORMS, stored_qwen3_5, stored_qwen3_next
 from spmdrl.engines.models.hf.quantized import read_quantization
 from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForms
 
@@ -131,6 +131,7 @@ FAMILIES = {
         has_windows=True,
         read=layers.read_qwen3_5,
         write=layers.write_qwen3_5,
+        stored=stored_qwen3_5,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -140,6 +141,7 @@ FAMILIES = {
         has_windows=True,
         read=layers.read_qwen3_5_moe,
         write=layers.write_qwen3_5_moe,
+        stored=stored_qwen3_5,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -149,6 +151,7 @@ FAMILIES = {
         has_windows=True,
         read=layers.read_qwen3_next,
         write=layers.write_qwen3_next,
+        stored=stored_qwen3_next,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.stored_forms import EXPERTS_ONE_BY_ONE, StoredForm, StoredForms
 
 _TEXT_PREFIXES = {"model.language_model.model.": "model.", "model.language_model.": "model."}
@@ -41,6 +42,25 @@ def qwen3_next_forms(num_key_heads: int, key_head_size: int, num_value_heads: in
     )
     _, conv = _delta_net(num_key_heads * key_head_size, num_value_heads * value_head_size)
     return StoredForms((*by_heads, conv, *EXPERTS_ONE_BY_ONE, *_SHARED_EXPERT), left_out=_QWEN_LEFT_OUT)
+
+
+def stored_qwen3_5(config: DecoderConfig) -> StoredForms:
+    """Return the forms of a Qwen3.5, dense or sparse."""
+    delta, moe = config.delta, config.moe
+    # Without delta nets nothing has their names.
+    sizes = (1, 1)
+    if delta is not None:
+        sizes = (delta.num_key_heads * delta.key_size, delta.num_value_heads * delta.value_size)
+    return qwen3_5_forms(*sizes, None if moe is None else moe.intermediate_size)
+
+
+def stored_qwen3_next(config: DecoderConfig) -> StoredForms:
+    """Return the forms of a Qwen3-Next."""
+    delta = config.delta
+    sizes = (1, 1, 1, 1)
+    if delta is not None:
+        sizes = (delta.num_key_heads, delta.key_size, delta.num_value_heads, delta.value_size)
+    return qwen3_next_forms(*sizes)
 
 
 GPT_OSS_FORMS = StoredForms(
