@@ -11,12 +11,12 @@ from torch import Tensor
 
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
-from spmdrl.engines.training.context.context_parallel import attention_of, check_context_parallel, share_of
+from spmdrl.engines.training.context.context_parallel import check_context_parallel, mix_of, share_of
 from spmdrl.engines.training.context.halo import halo_places
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
 from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
-from spmdrl.nouns.settings.model_sizes import WindowConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, WindowConfig
 from spmdrl.resources.layout import ContextKind
 from spmdrl.resources.mesh import Axis
 from spmdrl.resources.world import World
@@ -29,7 +29,11 @@ HEADS = {"all": (4, 4), "grouped": (8, 4), "one key head": (4, 1)}
 # What rows, with which heads.
 CASES = [("mixed", "all"), ("mixed", "grouped"), ("mixed", "one key head")]
 CASES += [("one", "grouped"), ("short", "one key head"), ("equal", "all")]
-DECODERS = {"full": CONFIG, "windows": replace(CONFIG, attention_sinks=True, window=WindowConfig(4, layers=(1,)))}
+DECODERS = {
+    "full": CONFIG,
+    "windows": replace(CONFIG, attention_sinks=True, window=WindowConfig(4, layers=(1,))),
+    "delta nets": replace(CONFIG, delta=DeltaSizes((0,), 2, 4, key_size=4, value_size=6, conv_width=4)),
+}
 # Windows within a chunk, over several chunks, and of the longest row, with sinks or without.
 SEEN = [(1, False), (2, True), (5, False), (30, True), (70, True), (None, True)]
 
@@ -80,7 +84,7 @@ def _attention_errors(
     placement = place_tokens(offsets, axis, kind, size=size)
     own = [_own(x.detach(), placement).requires_grad_() for x in whole]
     real = (placement.source_T >= 0).to(chosen_device())
-    attended = attention_of(PackedCausalAttention(placement.offsets), placement, chosen_device())(0, *own, **seen)
+    attended = mix_of(PackedCausalAttention(placement.offsets), placement, chosen_device())(0, *own, **seen)
     *parts, part_of_sinks = torch.autograd.grad(
         (attended * _own(weight, placement))[real].sum(), [*own, sinks], materialize_grads=True
     )
@@ -109,7 +113,7 @@ def _decoder_errors(axis: Axis, kind: ContextKind, lengths: list[int], config: D
     weights_R = torch.randn(rows.num_response_tokens).to(chosen_device())
     decoder = Decoder(config)
     for name, weight in decoder.named_parameters():
-        if name.endswith("sinks"):
+        if name.endswith(("sinks", "A_log", "dt_bias", "conv_q.weight", "conv_k.weight", "conv_v.weight")):
             torch.nn.init.normal_(weight)
     decoder.to(chosen_device())
     micro = to_microbatch(rows, range(len(rows)), chosen_device(), "logprobs")

@@ -1,6 +1,6 @@
 """Decoder families (Llama, Qwen2, Qwen3, dense or sparse, DeepSeek-V3 and kin) on packed tokens, as plain modules.
 
-The caller supplies attention (`Attend`) and the use of the head (`head`), so one definition serves training, where rows
+The caller supplies attention (`Mix`) and the use of the head (`head`), so one definition serves training, where rows
 are packed, and generation, where keys and values live in a paged cache.
 
 Shape letters: `T` packed tokens, `D` model width, `H` query heads, `J` key and value heads, `K` head size,
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spmdrl.engines.models.attention import AttentionConfig
 from spmdrl.engines.models.delta_net import DeltaConfig
 from spmdrl.engines.models.latent import LatentMixer
-from spmdrl.engines.models.layers import Attend, FeedForward, RMSNorm
+from spmdrl.engines.models.layers import FeedForward, Mix, RMSNorm
 from spmdrl.engines.models.lora import add_adapters, is_adapter
 from spmdrl.engines.models.mixers import Mixer, Rope, Rotations
 from spmdrl.engines.models.moe import Route, SparseFeedForward
@@ -204,7 +204,7 @@ class DecoderLayer(nn.Module):
         """Attention, or what the layer has in its place."""
         return self.get_submodule(self._mixer_name)
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend, route: Route | None = None) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Mix, route: Route | None = None) -> Tensor:
         mixed_TD = self.mixer(self.input_layernorm(hidden_TD), rotations, attend)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             hidden_TD = hidden_TD + mixed_TD
@@ -260,7 +260,7 @@ class Backbone(nn.Module):
         self.norm = _norm(config) if span.heads else None
         self._embedding_scale = config.hidden_size**0.5 if config.scales_embedding else None
 
-    def forward(self, inputs: Tensor, rotations: Rotations, attend: Attend, route: Route | None) -> Tensor:
+    def forward(self, inputs: Tensor, rotations: Rotations, attend: Mix, route: Route | None) -> Tensor:
         hidden_TD = self.embedding(inputs) if self.embeds else inputs
         if self.embeds and self._embedding_scale is not None:
             # Rounded to the embedding's dtype first, as Gemma was trained.
@@ -312,7 +312,7 @@ class Decoder(nn.Module):
         self,
         inputs: Tensor,
         positions_T: Tensor,
-        attend: Attend,
+        attend: Mix,
         head: Callable[[Tensor, Tensor], R],
         route: Route | None = None,
     ) -> R | Tensor:

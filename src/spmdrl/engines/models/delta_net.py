@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
-from spmdrl.engines.models.layers import Linear, Recur, RMSNorm
+from spmdrl.engines.models.layers import Linear, Mix, RMSNorm
 from spmdrl.engines.models.mixers import INPUTS, OUTPUTS, HeadCut, Recurrent, Rotations
 
 
@@ -101,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(config.value_size, config.rms_eps)
         self.out_proj = Linear(value_channels, config.hidden_size, bias=False)
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Recur) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Mix) -> Tensor:
         *mixed, gate, b_TH, a_TH = self.project(hidden_TD)
         weight_CW = torch.cat([conv.weight for conv in (self.conv_q, self.conv_k, self.conv_v)]).squeeze(1)
         values_TC = attend.convolve(self.layer, torch.cat(mixed, dim=-1), weight_CW)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.delta import last_columns
-from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
+from spmdrl.engines.models.kernels.packed import PackedRows, Segments, Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.rope_scaling import RopeScaling
 
@@ -40,8 +40,8 @@ class Attend(Protocol):
         ...
 
 
-class Recur(Attend, Protocol):
-    """Causal attention, convolution and recurrence of one layer's packed tokens, each inside the caller's rows."""
+class Recurrence(Protocol):
+    """Convolution and recurrence of one layer's packed tokens, each inside the caller's rows."""
 
     def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor, /) -> Tensor:
         """Return `ops.causal_conv` of each row [T, C]."""
@@ -52,6 +52,10 @@ class Recur(Attend, Protocol):
     ) -> Tensor:
         """Return the outputs [T, H, U] of `ops.gated_delta` of each row."""
         ...
+
+
+class Mix(Attend, Recurrence, Protocol):
+    """Ways in which one layer's packed tokens meet the earlier ones of their rows."""
 
 
 class RMSNorm(nn.Module):
@@ -141,6 +145,10 @@ class PackedCausalAttention:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
         return ops.packed_attention(q_THK, k_TJK, v_TJU, self._rows, window, sinks_H)
 
+    @property
+    def segments(self) -> Segments:
+        return self._rows.segments
+
     def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor) -> Tensor:
         return ops.causal_conv(values_TC, weight_CW, self._rows)
 
@@ -162,6 +170,10 @@ class SharedPromptAttention:
     ) -> Tensor:
         """Return the attended values [T, H, U]; J divides H, and U is at most K."""
         return ops.prefixed_attention(q_THK, k_TJK, v_TJU, self._rows, window, sinks_H)
+
+    @property
+    def segments(self) -> Segments:
+        return self._rows.segments
 
     def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor) -> Tensor:
         first_TC, own_TC = self._in_two(values_TC)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.models.layers import Attend, Rotation
+from spmdrl.engines.models.layers import Mix, Rotation
 from spmdrl.engines.models.rope_scaling import RopeScaling
 
 
@@ -120,7 +120,7 @@ class Rotations:
 class MixerModule(Protocol):
     """A mixer's module in one layer."""
 
-    def __call__(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend, /) -> Tensor:
+    def __call__(self, hidden_TD: Tensor, rotations: Rotations, attend: Mix, /) -> Tensor:
         """Return the layer's mixed tokens [T, D]."""
         ...
 

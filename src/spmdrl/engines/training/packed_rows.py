@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.prefixed import Copies
-from spmdrl.engines.models.layers import Attend, PackedCausalAttention
+from spmdrl.engines.models.layers import Mix, PackedCausalAttention
 from spmdrl.engines.training.routers import RecordingRoute
 from spmdrl.nouns.batch import gather_ragged_rows, offsets_of
 from spmdrl.nouns.roles import Rating
@@ -155,7 +155,7 @@ class SharedLayout:
     segment_T: Tensor
     segments_BS: Tensor
     """[B, segments] 1 if the row has the segment, else 0; float32."""
-    attend: Attend
+    attend: Mix
     """Attention over these tokens only."""
 
 
@@ -180,7 +180,7 @@ class MicroBatch:
     """Position of each token in its row, from 0."""
     row_T: Tensor
     """Row, within this micro-batch, of each token, or its segment if rows share prompts; -1 at padding."""
-    attend: Attend
+    attend: Mix
     """Attention for this micro-batch only."""
     places_P: Tensor
     """Tokens to rate: for log-probs, the one before each response token."""

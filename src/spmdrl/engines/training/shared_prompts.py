@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
-from spmdrl.engines.models.layers import Attend, PackedCausalAttention, SharedPromptAttention
+from spmdrl.engines.models.layers import Mix, PackedCausalAttention, SharedPromptAttention
 from spmdrl.engines.training.packed_rows import SharedLayout, TokenRows
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.partition import RowCost, shares_prompt
@@ -167,7 +167,7 @@ def lay_out(rows: TokenRows, sharing: RowSharing) -> SharedLayout | None:
         segments_BS[has_one.nonzero().squeeze(1), segment] = 1
         # A run follows its row's prompt.
         starts_B = starts_B + lengths_S[segments.prompts_B]
-    attend: Attend = PackedCausalAttention(offsets)
+    attend: Mix = PackedCausalAttention(offsets)
     if segments.prefixes:
         attend = SharedPromptAttention(
             PrefixedRows(offsets[: num_first + 1], lengths_S[num_first:].tolist(), segments.prefixes)

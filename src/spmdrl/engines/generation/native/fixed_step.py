@@ -18,7 +18,7 @@ from spmdrl.engines.generation.native.cached_attention import DecodeAttention
 from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds, draw
-from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.models.layers import Mix
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 # Columns of a step's integers; a row's block table follows them.
@@ -122,7 +122,7 @@ class FixedStep:
 
     def __init__(
         self,
-        logits: Callable[[Tensor, Tensor, Attend], Tensor],
+        logits: Callable[[Tensor, Tensor, Mix], Tensor],
         cache: StateCache,
         device: torch.device,
         max_rows: int,

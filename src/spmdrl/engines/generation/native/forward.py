@@ -26,7 +26,7 @@ from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, Chunk, FedToken
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
-from spmdrl.engines.models.layers import Attend, PackedCausalAttention
+from spmdrl.engines.models.layers import Mix, PackedCausalAttention
 from spmdrl.engines.models.moe import Route
 from spmdrl.engines.parallel.axis_collectives import gather_rows
 from spmdrl.engines.parallel.expert_parallel import apply_expert_parallel
@@ -104,7 +104,7 @@ class CachedDecoder:
                 token.choices = choices_LC
         return logits_BV[lacking:].float()
 
-    def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Attend, route: Route | None = None) -> Tensor:
+    def step_logits(self, tokens_B: Tensor, positions_B: Tensor, attend: Mix, route: Route | None = None) -> Tensor:
         """Return logits [B, V] of a decoding step whose inputs are on the device."""
         self._settle_weights()
         return self._decoder(tokens_B, positions_B, attend, lambda hidden_BD, _: self._logits(hidden_BD), route)
@@ -151,7 +151,7 @@ class CachedDecoder:
         self,
         tokens: list[int],
         positions: list[int],
-        attend: Attend,
+        attend: Mix,
         head: Callable[[Tensor], Tensor],
         route: Route | None,
     ) -> Tensor:

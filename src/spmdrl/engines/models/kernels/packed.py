@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +158,15 @@ class RowTable:
     """[groups] ends of groups of rows; rows with a common prefix, and that prefix, are in one"""
 
 
+class Segments(NamedTuple):
+    """Packed runs of tokens, each by itself or behind another one of its row."""
+
+    offsets: Sequence[int]
+    """Strictly ascending."""
+    predecessors: Sequence[int]
+    """Number of the segment before each in its row, or -1."""
+
+
 class PackedRows:
     """Rows of a micro-batch that hold tokens, laid end to end."""
 
@@ -173,6 +182,10 @@ class PackedRows:
     @cached_property
     def lengths(self) -> list[int]:
         return [stop - start for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.offsets, [-1] * len(self.lengths))
 
     @cached_property
     def longest(self) -> int:

@@ -12,13 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.packed import Block, PackedRows, RowTable, Sinks, Window, attend_blocks, plan_blocks
+from spmdrl.engines.models.kernels.packed import (
+    Block,
+    PackedRows,
+    RowTable,
+    Segments,
+    Sinks,
+    Window,
+    attend_blocks,
+    plan_blocks,
+)
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.device import to_device
 
@@ -119,6 +128,14 @@ class PrefixedRows:
     def own(self) -> PackedRows:
         """Own tokens of rows after a prefix, as rows."""
         return PackedRows(offsets_of(self._lengths))
+
+    @property
+    def segments(self) -> Segments:
+        """Pieces that hold tokens, then own tokens of rows after a prefix."""
+        held = [number for number, (start, stop) in enumerate(pairwise(self._starts)) if stop > start]
+        behind = [self.num_first + stop for stop in accumulate(self._lengths)]
+        predecessors = [-1] * len(held) + [held.index(prefix) for prefix in self._prefixes]
+        return Segments([*self.first.offsets, *behind], predecessors)
 
     def before_own(self, ends: Tensor) -> Tensor:
         """Return that of its prefix for each row after one, from the states [B, ...] with which pieces end."""

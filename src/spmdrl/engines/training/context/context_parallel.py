@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.kernels.packed import Sinks, Window
+from spmdrl.engines.models.kernels.packed import PackedRows, Sinks, Window
 from spmdrl.engines.models.kernels.prefixed import Copies
-from spmdrl.engines.models.layers import Attend
+from spmdrl.engines.models.layers import Attend, Mix, PackedCausalAttention, Recurrence, SharedPromptAttention
 from spmdrl.engines.parallel.axis_collectives import exchange_rows, gather_own_gradient
+from spmdrl.engines.training.context.hand_over import HandOver
 from spmdrl.engines.training.context.ring_attention import RingAttention
 from spmdrl.engines.training.context.token_placement import Placement, RatedTokens
 from spmdrl.engines.training.packed_rows import MicroBatch
@@ -31,7 +32,7 @@ def check_context_parallel(
     """Raise ValueError if the model's heads can't be divided over a context axis; a ring takes any model."""
     if kind == "ring" or context == 1:
         return
-    for mixer in set(config.mixers):
+    for mixer in {mixer for mixer in config.mixers if not mixer.state(1).kind.is_slot}:
         num_heads, num_kv_heads = mixer.num_heads // tensor, max(1, mixer.num_kv_heads // tensor)
         fitting = [degree for degree in range(1, num_heads + 1) if _heads_fit(num_heads, num_kv_heads, degree)]
         if context not in fitting:
@@ -57,7 +58,7 @@ def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroB
         tokens_T=at_places(micro.tokens_T, source_T, padding=0),
         positions_T=at_places(micro.positions_T, source_T, padding=0),
         row_T=at_places(micro.row_T, source_T, padding=-1),
-        attend=attention_of(micro.attend, placement, device),
+        attend=mix_of(micro.attend, placement, device),
         places_P=to_device(rated.places_P, device),
         targets_P=None if micro.targets_P is None else micro.targets_P[index_P],
         copies=None if micro.copies is None else Copies.of(rated.places_P).to(device),
@@ -91,14 +92,45 @@ class GatherRatings:
         return gather_own_gradient(values_P, self.counts, self.context).index_select(0, self.order_R)
 
 
-def attention_of(attend: Attend, placement: Placement, device: torch.device) -> Attend:
-    """Return the attention of one micro-batch's placed tokens, from that of its packed ones; a ring has its own."""
+def mix_of(attend: Mix, placement: Placement, device: torch.device) -> Mix:
+    """Return how one micro-batch's placed tokens meet, from how its packed ones do; a ring has its own attention."""
     context = placement.context
     if placement.kind == "ring" and context.size > 1:
         chunk_lengths_B = (placement.offsets.diff() // (2 * context.size)).tolist()
-        return WithoutPadding(RingAttention(chunk_lengths_B, context, device), 2 * sum(chunk_lengths_B))
+        # Rows end in padding, after which no token of theirs follows.
+        handed = HandOver(PackedRows(placement.offsets).segments, placement.owner, context)
+        ring = RingAttention(chunk_lengths_B, context, device)
+        return PlacedMix(WithoutPadding(ring, handed.num_tokens), handed, handed.num_tokens)
     inside_rows = WithoutPadding(attend, int(placement.offsets[-1]))
-    return inside_rows if context.size == 1 else UlyssesAttention(inside_rows, context)
+    if context.size == 1:
+        return PlacedMix(inside_rows, attend, int(placement.offsets[-1]))
+    assert isinstance(attend, PackedCausalAttention | SharedPromptAttention), "tokens are placed once"
+    handed = HandOver(attend.segments, placement.owner, context)
+    return PlacedMix(UlyssesAttention(inside_rows, context), handed, handed.num_tokens)
+
+
+class PlacedMix:
+    """Attention of a rank's placed tokens, and the recurrence of those before its padding; a `Mix`."""
+
+    def __init__(self, attend: Attend, recurrence: Recurrence, num_tokens: int):
+        self._attend, self._recurrence, self._num_tokens = attend, recurrence, num_tokens
+
+    def __call__(
+        self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, *, window: Window = None, sinks_H: Sinks = None
+    ) -> Tensor:
+        return self._attend(layer, q_THK, k_TJK, v_TJU, window=window, sinks_H=sinks_H)
+
+    def convolve(self, layer: int, values_TC: Tensor, weight_CW: Tensor) -> Tensor:
+        return self._padded(self._recurrence.convolve(layer, values_TC[: self._num_tokens], weight_CW), values_TC)
+
+    def recur(
+        self, layer: int, q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        q, k, v, log_decay, beta = (x[: self._num_tokens] for x in (q_TGK, k_TGK, v_THU, log_decay_TH, beta_TH))
+        return self._padded(self._recurrence.recur(layer, q, k, v, log_decay, beta), v_THU)
+
+    def _padded(self, values: Tensor, like: Tensor) -> Tensor:
+        return F.pad(values, (*[0, 0] * (values.ndim - 1), 0, len(like) - len(values)))
 
 
 class WithoutPadding:
