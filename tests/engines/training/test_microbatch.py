@@ -15,7 +15,7 @@ from spmdrl.engines.training.microbatch import fewest_microbatches, plan_microba
 from spmdrl.engines.training.packed_rows import TokenRows, dummy_rows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.partition import RowCost
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig, WindowConfig
 from tests.engines.training.tiny import CONFIG, make_rows
 
 COST = RowCost(per_token=10, per_token_squared=1)
@@ -85,6 +85,13 @@ def test_the_cost_of_a_model_counts_its_weights_and_its_attention():
     cost = row_cost_of(CONFIG)
     assert cost.per_token_squared == 2 * 2 * 4 * 4
     assert cost.per_token == 2 * (2 * (8 * 4 * 2 * (4 + 2) + 3 * 8 * 13) + 17 * 8)
+
+
+def test_within_a_window_the_cost_of_attention_grows_with_the_tokens_alone():
+    full, windowed = row_cost_of(CONFIG), row_cost_of(replace(CONFIG, window=WindowConfig(5, layers=(1,))))
+    assert 2 * windowed.per_token_squared == full.per_token_squared
+    # Products with 5 keys and 5 values of each of 4 heads.
+    assert windowed.per_token == full.per_token + 2 * 4 * (5 * 4 + 5 * 4)
 
 
 def weights_that_a_token_meets(config: DecoderConfig) -> int:

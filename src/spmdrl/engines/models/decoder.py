@@ -335,9 +335,15 @@ def row_cost_of(config: DecoderConfig) -> RowCost:
     weights += (config.num_layers - num_sparse) * 3 * config.hidden_size * config.intermediate_size
     if config.moe is not None:
         weights += num_sparse * _sparse_weights(config.hidden_size, config.moe)
-    # A token attends to half of its row on average.
-    attended = sum(mixer.attended_size for mixer in config.mixers)
-    return RowCost(per_token=2 * weights, per_token_squared=attended)
+    per_token, per_token_squared = 2 * weights, 0
+    for mixer in config.mixers:
+        window = mixer.state(1).kind.window
+        if window is None:
+            # A token attends to half of its row on average.
+            per_token_squared += mixer.attended_size
+        else:
+            per_token += 2 * window * mixer.attended_size
+    return RowCost(per_token, per_token_squared)
 
 
 def _sparse_weights(hidden_size: int, moe: MoeConfig) -> int:
