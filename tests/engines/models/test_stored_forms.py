@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,14 +116,21 @@ def test_a_slice_within_one_run_reads_nothing_beside_it() -> None:
 
 
 def test_parts_may_share_a_buffer_and_only_one_fused_tensor_is_held() -> None:
-    forms, buffer = StoredForms((RULES["fused within experts"],)), torch.empty(3, 5, 4)
-    weights = {
-        f"model.layers.{layer}.{part}": 2.0 * layer + (part == "up") for layer in (0, 1) for part in ("gate", "up")
-    }
-    written = forms.write((name, buffer.fill_(value)) for name, value in weights.items())
-    for layer, (name, tensor) in enumerate(written):
+    forms, buffer, held = StoredForms((RULES["fused within experts"],)), torch.empty(3, 5, 4), []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for layer in range(3):
+            assert not any(tensor() is not None for tensor in held)
+            yield f"model.layers.{layer}.gate", buffer.fill_(2 * layer)
+            yield f"model.layers.{layer}.up", buffer.fill_(2 * layer + 1)
+
+    for name, tensor in forms.write(weights()):
+        layer = len(held)
         assert name == f"model.layers.{layer}.gate_up"
         assert tensor.unique(sorted=True).tolist() == [2 * layer, 2 * layer + 1]
+        held.append(weakref.ref(tensor))
+        del tensor
+    assert len(held) == 3
 
 
 def test_a_fused_tensor_without_one_of_its_parts_is_not_written() -> None:

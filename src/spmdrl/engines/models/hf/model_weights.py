@@ -52,12 +52,15 @@ class WeightFiles:
             if plain is not None:
                 self._in_folder[plain] = name
         self._rule_of: dict[str, StoredForm | None] = {}
-        self._num_experts = _count_experts(self._in_folder, forms)
+        experts: dict[str, list[int]] = {}
         for name in self._in_folder:
             rule = forms.rule_of_stored(name)
+            if rule is not None and rule.is_stack:
+                experts.setdefault(rule.name(name), []).append(expert_number(name))
             for weight in [name] if rule is None else rule.weights(name):
                 if self._rule_of.setdefault(weight, rule) is not rule:
                     raise ValueError(f"{self.folder} holds {weight} both as {self.stored_name(weight)} and in {name}")
+        self._num_experts = {stack: _count(stack, numbers) for stack, numbers in experts.items()}
 
     @property
     def names(self) -> list[str]:
@@ -163,18 +166,12 @@ class WeightFiles:
         return first
 
 
-def _count_experts(names: Iterable[str], forms: StoredForms) -> dict[str, int]:
-    """Count the experts of each stack in these names, by its name with `*`; raises ValueError for a gap."""
-    numbers: dict[str, list[int]] = {}
-    for name in names:
-        rule = forms.rule_of_stored(name)
-        if rule is not None and rule.is_stack:
-            numbers.setdefault(rule.name(name), []).append(expert_number(name))
-    for stack, found in numbers.items():
-        if sorted(found) != list(range(len(found))):
-            lacking = min(set(range(len(found))) - set(found))
-            raise ValueError(f"{stack.replace('*', str(lacking))} is missing beside {len(found)} other experts of it")
-    return {stack: len(found) for stack, found in numbers.items()}
+def _count(stack: str, experts: list[int]) -> int:
+    """Return the number of a stack's experts; raises ValueError for a gap."""
+    if sorted(experts) != list(range(len(experts))):
+        lacking = min(set(range(len(experts))) - set(experts))
+        raise ValueError(f"{stack.replace('*', str(lacking))} is missing beside {len(experts)} other experts of it")
+    return len(experts)
 
 
 def write_weights(
@@ -213,6 +210,7 @@ def _in_shards(weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> I
         assert name not in shard, f"{name} is given twice"
         shard[name] = weight.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         shard_bytes += weight.nbytes
+        del weight
     yield shard
 
 

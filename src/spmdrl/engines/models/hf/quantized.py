@@ -146,7 +146,7 @@ class DequantizedFiles:
         weights = (name.removesuffix(packing.scales) for name in files.names if name.endswith(packing.scales))
         self._quantized = {name for name in weights if name + packing.values in stored}
         parts = {name + end for name in self._quantized for end in (packing.values, packing.scales)}
-        self.names = [*(stored - parts), *self._quantized]
+        self.names = [*(name for name in files.names if name not in parts), *sorted(self._quantized)]
 
     def path(self, name: str) -> Path:
         return self._files.path(name + self._packing.values if name in self._quantized else name)

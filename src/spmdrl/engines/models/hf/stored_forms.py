@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class StoredForm:
     parts: Mapping[str, int]
     """The weights' names in the layer, with widths: `dim` repeats one run of them, once or more."""
     dim: int = 0
+    """Dim of the weights along which the parts alternate; above 0, dim 0 is the experts."""
     transposed: bool = False
     """True if the last two dims are stored in the other order than the weights have them."""
 
@@ -38,7 +39,7 @@ class StoredForm:
 
     @property
     def is_by_expert(self) -> bool:
-        """True if dim 0 is read one by one, so that the other parts of one expert only are read beside a part."""
+        """True if experts are read one by one, so that only one expert's other parts are read beside those wanted."""
         return self.is_stack or self.dim > 0
 
     def name(self, weight: str) -> str:
@@ -191,6 +192,8 @@ class StoredForms:
                 yield from ((stored.replace("*", str(number)), one) for number, one in enumerate(tensor.unbind()))
             else:
                 yield stored, tensor
+            # Not held while the parts of the next are copied.
+            del tensor
         if missing:
             stored, parts = next(iter(missing.items()))
             raise ValueError(f"{stored} can't be written without {', '.join(sorted(parts))}; give all of its parts")
@@ -211,6 +214,7 @@ def expert_number(stored: str) -> int:
     return int(found[1])
 
 
+@lru_cache(maxsize=16)
 def _in_layer(name: str) -> tuple[str, str]:
     """Split a name into its layer's prefix and the rest; outside of the layers the prefix is empty."""
     match = _IN_LAYER.fullmatch(name)
