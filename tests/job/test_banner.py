@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.support.jobs import finished, run_job, tiny_config
+from tests.support.quantized_folders import quantize_to_fp8
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
+from spmdrl.engines.models.make_model import make_char_tokenizer
 from spmdrl.observability.terminal.units import count
 
 
@@ -39,3 +42,24 @@ def test_a_job_notes_that_it_computes_in_another_dtype_than_the_files(tmp_path: 
         run_job("sft", tiny_config(tmp_path), f"run.dir={tmp_path}", "sft.max_steps=1", "model.dtype=bfloat16")
     )
     assert "NOTE: the weights are stored in float32 and computed in bfloat16" in job.stdout
+
+
+def test_a_job_trains_the_decoder_of_a_quantized_multimodal_folder_and_saves_it_in_its_own_dtype(tmp_path: Path):
+    folder, sizes = tmp_path / "model", {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    tower = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    text = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128}
+    config = Gemma3Config(text_config=sizes | text, vision_config=sizes | tower, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    make_char_tokenizer(folder)
+    quantize_to_fp8(folder, block=(8, 16))
+    model, run = ("model.make=null", f"model.path={folder}"), tmp_path / "run"
+    job = finished(run_job("sft", tiny_config(tmp_path), *model, f"run.dir={run}", "sft.max_steps=1"))
+    assert "| stored fp8, computed float32 |" in job.stdout
+    left_out = "NOTE: weights of other parts than the decoder are neither trained nor saved: "
+    assert job.stdout.count(left_out) == 1
+    assert re.search(left_out + r"\d+ of vision_tower.\*, 2 of multi_modal_projector.\*\n", job.stdout)
+    saved = run / "checkpoints" / "step_000001" / "model"
+    copy, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert copy.config.model_type == "gemma3_text" and copy.dtype is torch.float32
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert getattr(copy.config, "quantization_config", None) is None

@@ -24,7 +24,6 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from spmdrl.engines.models.hf.family_forms import GPT_OSS_FORMS
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, read_config, stored_forms
 from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.engines.models.hf.quantized import DequantizedFiles, read_quantization
@@ -151,14 +150,14 @@ def test_mxfp4_folders_of_gpt_oss_equal_transformers_to_the_bit_and_are_written_
     dequantize = Mxfp4Config(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=dequantize)
     theirs = model.state_dict()
-    quantization = read_quantization(json.loads((source / "config.json").read_text()))
-    files = WeightFiles(source, GPT_OSS_FORMS, quantization)
+    config = read_config(source)
+    files = open_weights(source, config)
     up = files.read(WeightSlice("model.layers.1.mlp.experts.up_proj", (1, 3, 0), (3, 9, 64)))
     assert torch.equal(up, theirs["model.layers.1.mlp.experts.gate_up_proj"][1:3, :, 1::2].mT[:, 3:9])
 
     copy.mkdir()
-    write_weights(copy, whole_weights(files).items(), forms=GPT_OSS_FORMS)
-    GptOssConfig(**sizes, **heads).save_pretrained(copy)
+    write_weights(copy, whole_weights(files).items(), forms=stored_forms(config))
+    (copy / "config.json").write_text(json.dumps(hf_config_dict(config, torch.bfloat16)))
     written = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16).state_dict()
     assert written.keys() == theirs.keys() and all(torch.equal(one, theirs[name]) for name, one in written.items())
 
