@@ -132,7 +132,7 @@ def apart(name: str, weight: Tensor, model: PreTrainedModel) -> dict[str, Tensor
         outputs = model.get_submodule(stem).fix_query_key_value_ordering(*unit.values())
         named = dict(zip("qkvzba", outputs, strict=True))
         return {f"{stem}.in_proj_{part}.weight": named[part][0].flatten(1).T for part in end.removeprefix("in_proj_")}
-    return {name: weight}
+    return {name.replace(".shared_expert.", ".shared_experts.").replace(".router.", ".gate."): weight}
 
 
 def read_all(files: WeightFiles) -> dict[str, Tensor]:
