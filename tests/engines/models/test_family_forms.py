@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    FineGrainedFP8Config,
     Gemma3Config,
     Gemma4Config,
     GptOssConfig,
@@ -37,8 +38,9 @@ from spmdrl.engines.models.hf.model_weights import WeightFiles, write_weights
 from spmdrl.engines.models.hf.stored_forms import StoredForms
 from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.make_model import make_model_folder
-from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import MakeConfig
+from tests.support.quantized_folders import quantize_to_fp8
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -168,6 +170,24 @@ def test_a_familys_forms_read_and_write_transformers_folders(name: str, tmp_path
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def test_slices_of_an_fp8_multimodal_folder_are_what_transformers_dequantizes(tmp_path: Path) -> None:
+    CASES["qwen3_5_moe multimodal"]().make().save_pretrained(tmp_path)
+    quantize_to_fp8(tmp_path, (4, 8), excluded=["conv1d", "shared_expert_gate", "visual"])
+    theirs = AutoModelForImageTextToText.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    files = open_weights(tmp_path, read_config(tmp_path))
+    expected: dict[str, Tensor] = {}
+    for key, weight in text_weights(theirs).items():
+        expected |= apart(key, weight, theirs)
+    assert files.names == sorted(expected)
+    for key, weight in expected.items():
+        # An inner slice, which begins and ends within blocks and experts.
+        bounds = [(size // 3, size - size // 4) for size in weight.shape]
+        read = files.read(WeightSlice(key, tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds)))
+        assert torch.equal(read.to(weight.dtype), weight[tuple(slice(*pair) for pair in bounds)]), key
 
 
 def test_experts_of_qwen3_5_are_read_fused_as_published(tmp_path: Path) -> None:
