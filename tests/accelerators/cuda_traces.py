@@ -64,11 +64,11 @@ def engines() -> Iterator[tuple[str, Trace]]:
     yield "reward model", reward_model
     for family in ("qwen2", "deepseek_v3"):
         yield f"frozen {family}, bfloat16", partial(score, config=PUBLISHED[family])
-    for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
+    for family in ("qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text"):
         yield f"generation, {family}, bfloat16", partial(generate, config=PUBLISHED[family], dtype=torch.bfloat16)
-    for family in PUBLISHED:
-        if PUBLISHED[family].moe is None:
-            yield f"captured step, {family}, bfloat16", partial(captured_step, config=PUBLISHED[family])
+    for family, config in PUBLISHED.items():
+        if config.moe is None and config.window is None and config.delta is None:
+            yield f"captured step, {family}, bfloat16", partial(captured_step, config=config)
     yield "generation, qwen2, float32", partial(generate, config=_smaller(PUBLISHED["qwen2"]), dtype=torch.float32)
 
 
@@ -123,7 +123,8 @@ def differentiate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) 
     for name, weight in decoder.named_parameters():
         assert weight.grad is not None, name
         assert_like(weight.grad, weight, cuda.device)
-    assert bool(cuda.operators[FLASH]) == (dtype == torch.bfloat16), cuda.operators
+    num_fused = cuda.operators[FLASH] + cuda.operators["aten::_flash_attention_forward"]
+    assert bool(num_fused) == (dtype == torch.bfloat16), cuda.operators
     # Nothing waits for the device, but where each expert has a product of its own size.
     assert (cuda.host_reads > 0) == (config.moe is not None and dtype == torch.float32), cuda.host_reads
 
@@ -215,8 +216,8 @@ def generate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype, tenso
     mesh = build_generation_mesh(GenerationLayout(tensor=tensor), Device("cpu"), tensor, 0)
     engine = NativeEngine(config, rollout, cuda.device, dtype, mesh=mesh)
     engine.wake_weights()
-    # Ranks of a tensor axis agree on the largest of minus their number of blocks.
-    cuda.integer = -64
+    # Ranks of a tensor axis agree on the largest of minus their bytes for the cache.
+    cuda.integer = -(16 << 20)
     engine.wake_cache()
     cuda.integer = 0
     every = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, max_tokens=3)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
 
 LLAMA = DecoderConfig(
     model_type="llama",
@@ -27,6 +27,16 @@ LLAMA = DecoderConfig(
 )
 QWEN3 = replace(
     LLAMA, model_type="qwen3", vocab_size=151936, intermediate_size=12288, qk_norm=True, rope_scaling=None, rms_eps=1e-6
+)
+QWEN3_5 = replace(
+    QWEN3, model_type="qwen3_5_text", vocab_size=248320, hidden_size=2560, intermediate_size=9216, num_heads=16,
+    num_kv_heads=4, head_size=256, rotary_size=64, rope_theta=1e7, attention_gate=True, norm_adds_one=True,
+    delta=DeltaSizes(
+        layers=(0,), num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, conv_width=4
+    ),
+)  # fmt: skip
+SHARED = MoeConfig(
+    num_experts=256, experts_per_token=8, intermediate_size=512, normalize=True, shared_size=512, shared_gate=True
 )
 PUBLISHED: dict[str, DecoderConfig] = {
     "llama": LLAMA,
@@ -60,4 +70,30 @@ PUBLISHED: dict[str, DecoderConfig] = {
             weight_scale=2.5, num_groups=8, groups_per_token=4, num_shared_experts=1, dense_layers=(0,),
         ),
     ),
+    "glm4_moe": replace(
+        LLAMA, model_type="glm4_moe", vocab_size=151552, intermediate_size=10944, num_heads=96, attention_bias=True,
+        rotary_size=64, rope_theta=1e6, rope_scaling=None,
+        moe=MoeConfig(
+            num_experts=128, experts_per_token=8, intermediate_size=1408, scoring="sigmoid", normalize=True,
+            num_shared_experts=1, dense_layers=(0,),
+        ),
+    ),
+    "gpt_oss": replace(
+        LLAMA, model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_heads=64,
+        head_size=64, attention_bias=True, rope_theta=150000.0, attention_sinks=True, window=WindowConfig(128, (0,)),
+        rope_scaling=YarnScaling(factor=32.0, original_positions=4096, truncate=False),
+        moe=MoeConfig(
+            num_experts=32, experts_per_token=4, intermediate_size=2880, normalize=True, bias=True,
+            clamp=ClampedGate(7.0, 1.702),
+        ),
+    ),
+    "gemma3_text": replace(
+        LLAMA, model_type="gemma3_text", vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_heads=8,
+        num_kv_heads=4, head_size=256, rms_eps=1e-6, rope_theta=1e6, qk_norm=True, tied_head=True, rope_scaling=None,
+        window=WindowConfig(1024, (0,), rope_theta=10000.0), attention_scale=256**-0.5, norm_adds_one=True,
+        output_norms=True, scales_embedding=True, gelu=True,
+    ),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(QWEN3_5, model_type="qwen3_5_moe_text", hidden_size=2048, moe=SHARED),
+    "qwen3_next": replace(QWEN3_5, model_type="qwen3_next", vocab_size=151936, hidden_size=2048, moe=SHARED),
 }  # fmt: skip

@@ -64,7 +64,7 @@ def captured_step(cuda: FakeCuda, *, config: DecoderConfig) -> None:
         config, lone_generation_mesh(), cuda.device, torch.bfloat16, TunedRollout(block_size=16), None
     )
     decoder.weights.wake()
-    decoder.cache.resize(40)
+    decoder.cache.resize([40] * len(decoder.cache.kinds))
     step = FixedStep(decoder.step_logits, decoder.cache, cuda.device, max_rows=32)
     step.make_room(16)
     for params in SAMPLINGS:
