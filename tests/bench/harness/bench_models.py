@@ -12,10 +12,9 @@ import torch
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict
 from spmdrl.engines.models.hf.model_weights import write_weights
-from spmdrl.engines.models.latent import LatentConfig
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.models.moe import MoeConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
 
 
 def qwen3(**fields: Any) -> DecoderConfig:
@@ -176,6 +175,37 @@ LAYOUT_MODELS: dict[str, DecoderConfig] = {
             _EXPERTS, scoring="sigmoid", weight_scale=1.5, num_groups=4, groups_per_token=2, num_shared_experts=1
         ),
         latent=_LATENT,
+    ),
+    "hybrid": replace(
+        _DENSE,
+        model_type="qwen3_5_text",
+        attention_bias=False,
+        tied_head=False,
+        rope_scaling=None,
+        rotary_size=4,
+        attention_gate=True,
+        norm_adds_one=True,
+        delta=DeltaSizes((0, 1), num_key_heads=4, num_value_heads=8, key_size=16, value_size=6, conv_width=4),
+    ),
+    "sinks": replace(
+        _DENSE,
+        model_type="gpt_oss",
+        qk_norm=False,
+        tied_head=False,
+        rope_scaling=None,
+        attention_sinks=True,
+        window=WindowConfig(7, layers=(0, 2)),
+        moe=replace(_EXPERTS, dense_layers=(), bias=True, clamp=ClampedGate(7.0, 1.702)),
+    ),
+    "gemma": replace(
+        _DENSE,
+        model_type="gemma3_text",
+        attention_bias=False,
+        attention_scale=0.25,
+        norm_adds_one=True,
+        output_norms=True,
+        gelu=True,
+        window=WindowConfig(9, layers=(0, 2), rope_theta=100.0),
     ),
 }
 """Tiny ones with every part that a layout cuts; a case changes the number of layers."""

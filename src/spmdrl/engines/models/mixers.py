@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.models.layers import Mix, Rotation
+from spmdrl.engines.models.layers import Rotation
 from spmdrl.engines.models.rope_scaling import RopeScaling
 
 
@@ -117,14 +117,6 @@ class Rotations:
         return self._of[rope]
 
 
-class MixerModule(Protocol):
-    """A mixer's module in one layer."""
-
-    def __call__(self, hidden_TD: Tensor, rotations: Rotations, attend: Mix, /) -> Tensor:
-        """Return the layer's mixed tokens [T, D]."""
-        ...
-
-
 class Mixer(Protocol):
     """Sizes of one layer's mixer, and what follows from them."""
 
@@ -160,4 +152,4 @@ class Mixer(Protocol):
         """Return the state that generation keeps for a row on each of this many tensor ranks."""
 
     def build(self, layer: int) -> nn.Module:
-        """Return its module, a `MixerModule`, for a layer of this number."""
+        """Return its module for a layer of this number: from tokens [T, D], rotations and a `Mix` to mixed tokens."""

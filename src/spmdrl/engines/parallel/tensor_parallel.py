@@ -64,6 +64,8 @@ def _complaint(config: DecoderConfig, tensor: int) -> str | None:
 def _widths(config: DecoderConfig) -> dict[str, int]:
     """Return the sizes that are cut in equal parts, by their name in config.json."""
     widths = {"num_attention_heads": config.num_heads}
+    if config.delta is not None:
+        widths["linear_num_value_heads"] = config.delta.num_value_heads
     if config.moe is None or config.moe.dense_layers:
         widths["intermediate_size"] = config.intermediate_size
     if config.moe is not None:

@@ -66,7 +66,9 @@ def _projection(name: str) -> str:
     parts = name.split(".")
     if is_adapter(name):
         return parts[-3]
-    return parts[-2] if parts[-1] in ("weight", "bias") else parts[-1].removesuffix("_bias")
+    if is_of_experts(name):
+        return parts[-1].removesuffix("_bias")
+    return parts[-2] if parts[-1] in ("weight", "bias") else parts[-1]
 
 
 def _head_cut(config: DecoderConfig, name: str) -> HeadCut | None:
