@@ -67,11 +67,11 @@ def gated_delta_step(
     states_SHKU: Tensor, slots_B: Tensor,
 ) -> Tensor:  # fmt: skip
     share, dtype = v_BHU.shape[1] // k_BGK.shape[1], states_SHKU.dtype
-    q_BH1K, k_BH1K = (_unit(x, dtype).repeat_interleave(share, dim=1)[:, :, None] for x in (q_BGK, k_BGK))
+    q, k = (_unit(x, dtype).repeat_interleave(share, dim=1)[..., None] for x in (q_BGK, k_BGK))
     states_BHKU = states_SHKU[slots_B].mul_(log_decay_BH.to(dtype).exp()[..., None, None])
-    fresh_BH1U = (v_BHU.to(dtype)[:, :, None] - k_BH1K @ states_BHKU) * beta_BH.to(dtype)[..., None, None]
-    states_SHKU[slots_B] = states_BHKU.add_(k_BH1K.mT @ fresh_BH1U)
-    return (q_BH1K @ states_BHKU)[:, :, 0].mul_(q_BGK.shape[-1] ** -0.5).to(v_BHU.dtype)
+    fresh_BHU = (v_BHU.to(dtype) - (states_BHKU * k).sum(2)) * beta_BH.to(dtype)[..., None]
+    states_SHKU[slots_B] = states_BHKU.addcmul_(k, fresh_BHU[:, :, None])
+    return (states_BHKU * q).sum(2).mul_(q_BGK.shape[-1] ** -0.5).to(v_BHU.dtype)
 
 
 def gated_delta(

@@ -146,8 +146,8 @@ def _pass(
     assert states.is_contiguous(), "states are changed in place"
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
     log_decay, beta = (x.contiguous() for x in rates)
-    out_THU = torch.empty(v.shape)
-    layouts = (_Heads * 3)(*(_Heads(x.data_ptr(), x.stride(0), x.stride(1)) for x in (q, k, v)))
+    out_THU = torch.empty(v.shape, dtype=v.dtype)
+    layouts = (_Heads * 3)(*(_Heads(x.data_ptr(), *x.stride()[:2]) for x in (q, k, v)))
     sizes = _sizes(k.shape[1], *states.shape[1:])
     places = (states.data_ptr(), out_THU.data_ptr())
     if not library.gated_delta(layouts, log_decay.data_ptr(), beta.data_ptr(), sizes, ctypes.byref(rows), *places):
@@ -165,7 +165,7 @@ def _mix(library: ctypes.CDLL, values_TC: Tensor, weight_CW: Tensor, columns: Te
     assert columns.is_contiguous(), "columns are changed in place"
     values = values_TC if values_TC.stride(-1) == 1 else values_TC.contiguous()
     weight = weight_CW.contiguous()
-    out_TC = torch.empty(values.shape)
+    out_TC = torch.empty(values.shape, dtype=values.dtype)
     rows_and_places = (ctypes.byref(rows), columns.data_ptr(), out_TC.data_ptr())
     library.causal_conv(values.data_ptr(), values.stride(0), weight.data_ptr(), *weight.shape, *rows_and_places)
     return out_TC
