@@ -41,6 +41,13 @@ PYTHON = {
         "LigerRMSNormFunction.apply": ("liger_kernel/ops/rms_norm.py", "LigerRMSNormFunction.forward"),
         "LigerSiLUMulFunction.apply": ("liger_kernel/ops/swiglu.py", "LigerSiLUMulFunction.forward"),
     },
+    "fla_core": {
+        name: (f"fla/ops/gated_delta_rule/{path}.py", name)
+        for path, name in (
+            ("chunk", "chunk_gated_delta_rule"),
+            ("fused_recurrent", "fused_recurrent_gated_delta_rule"),
+        )
+    },
     "torch": {
         "varlen_attn": ("torch/nn/attention/varlen.py", "varlen_attn"),
     },

@@ -1,4 +1,4 @@
-"""Operations on CUDA: torch's fused ones, and liger-kernel's if installed."""
+"""Operations on CUDA: torch's fused ones, and liger-kernel's and flash-linear-attention's if installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import plain
+from spmdrl.engines.models.kernels import delta, plain
 from spmdrl.engines.models.kernels.packed import (
     PackedRows,
     Sinks,
@@ -180,6 +180,59 @@ def _window_sizes(window: Window) -> dict[str, int]:
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
+
+
+def gated_delta(
+    q_TGK: Tensor, k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor, rows: PackedRows,
+    before_BHKU: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not rows.lengths or v_THU.dtype not in _HALF or _delta_kernels() is None:
+        return delta.gated_delta(q_TGK, k_TGK, v_THU, log_decay_TH, beta_TH, rows, before_BHKU)
+    # Always with an initial state, because a row's bits depend on its presence.
+    before = delta.no_states(k_TGK, v_THU, rows) if before_BHKU is None else before_BHKU
+    out, after = _delta_kernels().chunk_gated_delta_rule(
+        *(x[None] for x in (*_per_value_head(q_TGK, k_TGK, v_THU), v_THU, log_decay_TH, beta_TH)),
+        initial_state=before,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=rows.cumulative(v_THU.device).to(torch.int64),
+    )
+    return out[0], after
+
+
+def gated_delta_step(
+    q_BGK: Tensor, k_BGK: Tensor, v_BHU: Tensor, log_decay_BH: Tensor, beta_BH: Tensor,
+    states_SHKU: Tensor, slots_B: Tensor,
+) -> Tensor:  # fmt: skip
+    inputs = (q_BGK, k_BGK, v_BHU, log_decay_BH, beta_BH)
+    if v_BHU.dtype not in _HALF or _delta_kernels() is None:
+        return delta.gated_delta_step(*inputs, states_SHKU, slots_B)
+    q_BHK, k_BHK = _per_value_head(q_BGK, k_BGK, v_BHU)
+    out, states_SHKU[slots_B] = _delta_kernels().fused_recurrent_gated_delta_rule(
+        *(x[:, None] for x in (q_BHK, k_BHK, v_BHU)),
+        g=log_decay_BH[:, None],
+        beta=beta_BH[:, None],
+        initial_state=states_SHKU[slots_B],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out[:, 0]
+
+
+@cache
+def _delta_kernels() -> Any:
+    # Only here: it compiles for the device that it finds.
+    try:
+        from fla.ops import gated_delta_rule
+    except ImportError:
+        return None
+    return gated_delta_rule
+
+
+def _per_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # Older releases of the chunked kernel repeat no key heads.
+    share = v.shape[1] // k.shape[1]
+    return q.repeat_interleave(share, dim=1), k.repeat_interleave(share, dim=1)
 
 
 def _paged_attention(

@@ -51,10 +51,10 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "causal_conv": {"cpu": delta_steps.causal_conv, "cuda": delta.causal_conv, "npu": delta.causal_conv},
     "conv_step": {"cpu": delta_steps.conv_step, "cuda": delta.conv_step, "npu": delta.conv_step},
-    "gated_delta": {"cpu": delta_steps.gated_delta, "cuda": delta.gated_delta, "npu": delta.gated_delta},
+    "gated_delta": {"cpu": delta_steps.gated_delta, "cuda": cuda.gated_delta, "npu": delta.gated_delta},
     "gated_delta_step": {
         "cpu": delta_steps.gated_delta_step,
-        "cuda": delta.gated_delta_step,
+        "cuda": cuda.gated_delta_step,
         "npu": delta.gated_delta_step,
     },
 }
