@@ -68,3 +68,37 @@ def test_every_rank_s_states_depend_on_the_gathered_transitions():
     columns = torch.randn(2, 3, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(pieces.columns_before(columns).sum(), columns)
     assert not gradient.any()
+
+
+def test_a_rank_without_pieces_takes_part_in_the_gather_s_backward(kernels):
+    q, k, v, decay, beta, _ = (x.requires_grad_() for x in rule_inputs(0, 0, SIZES[1]))
+    values, weight, _ = (x.requires_grad_() for x in conv_inputs(0, 0, SIZES[1]))
+    rows, pieces = PackedRows(torch.tensor([0])), Pieces([4, 4], [-1, 0], range(2, 2))
+    own = transitions(k, v, decay, beta, rows)
+    assert own.shape == (0, 4, 16, 16 + 24) and own.requires_grad
+    gathered = torch.randn(2, *own.shape[1:], requires_grad=True)
+    out, _ = ops.gated_delta(q, k, v, decay, beta, rows, pieces.states_before(gathered))
+    columns = torch.randn(2, 3, len(weight), requires_grad=True)
+    mixed = ops.causal_conv(values, weight, rows, pieces.columns_before(columns))
+    # Raises unless the results depend on what was gathered.
+    assert not any(gradient.any() for gradient in torch.autograd.grad([out.sum(), mixed.sum()], [gathered, columns]))
+
+
+def test_several_rows_may_follow_one_piece():
+    """As they follow a shared prompt, here of two pieces."""
+    lengths, predecessors, sizes = [5, 70, 3, 66], [-1, 0, 1, 1], SIZES[1]
+    *heads, _ = rule_inputs(sum(lengths), 1, sizes, torch.float64)
+    leaves = [[x.clone().requires_grad_() for x in heads] for _ in range(2)]
+    pieces, rows = Pieces(lengths, predecessors, range(4)), PackedRows(offsets_of(lengths))
+    before = pieces.states_before(transitions(*leaves[0][1:], rows))
+    found = ops.gated_delta(*leaves[0], rows, before)[0].split(lengths)
+    whole = [[0, 1, 2], [0, 1, 3]]
+    results: list[list[Tensor]] = [[], []]
+    for row in whole:
+        parts = [torch.cat([x.split(lengths)[piece] for piece in row]) for x in leaves[1]]
+        results[1].append(ops.gated_delta(*parts, PackedRows(torch.tensor([0, len(parts[0])])))[0])
+        results[0].append(torch.cat([found[piece] for piece in row]))
+    assert_near(*results, 1e-12)
+    pulls = [torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype) for x in results[0]]
+    gradients = [torch.autograd.grad(out, own, pulls) for out, own in zip(results, leaves, strict=True)]
+    assert_near(*gradients, 1e-12)

@@ -81,7 +81,8 @@ def gated_delta(
     dtype = compute_dtype(v_THU)
     before = no_states(k_TGK, v_THU, rows) if before_BHKU is None else before_BHKU.to(dtype)
     if not rows.lengths:
-        return v_THU + sum(x.sum() for x in (q_TGK, k_TGK, log_decay_TH, beta_TH)), before
+        nothing = torch.cat([x.flatten() for x in (q_TGK, k_TGK, log_decay_TH, beta_TH, before)]).sum()
+        return v_THU + nothing.to(v_THU.dtype), before
     plan = rows.chunks(LARGEST_CHUNK, v_THU.device)
     chunks = Chunks.of(k_TGK, v_THU, log_decay_TH, beta_TH, plan)
     states, written, after = chunks.scan(before, plan)

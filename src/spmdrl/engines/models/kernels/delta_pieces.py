@@ -25,13 +25,16 @@ def transitions(
     k_TGK: Tensor, v_THU: Tensor, log_decay_TH: Tensor, beta_TH: Tensor, pieces: PackedRows
 ) -> Tensor:  # fmt: skip
     """Return A [K, K] and B [K, U] of each piece and head, one beside the other: [pieces, H, K, K + U]."""
-    plan = pieces.chunks(LARGEST_CHUNK, v_THU.device)
-    nothing, key_size = no_states(k_TGK, v_THU, pieces), k_TGK.shape[-1]
-    identity = torch.eye(key_size, dtype=nothing.dtype, device=nothing.device).expand(*nothing.shape[:3], -1)
+    key_size = k_TGK.shape[-1]
     # A is what becomes of the identity behind values of zero.
     values_THV = F.pad(v_THU, (key_size, 0))
-    chunks = Chunks.of(k_TGK, values_THV, log_decay_TH, beta_TH, plan)
-    return chunks.scan(torch.cat((identity, nothing), dim=-1), plan)[2]
+    before = no_states(k_TGK, values_THV, pieces)
+    if not pieces.lengths:
+        # Differentiable all the same, as other ranks wait for the gather's backward.
+        return before + sum(x.sum() for x in (k_TGK, v_THU, log_decay_TH, beta_TH))
+    before[..., :key_size] = torch.eye(key_size, dtype=before.dtype, device=before.device)
+    plan = pieces.chunks(LARGEST_CHUNK, v_THU.device)
+    return Chunks.of(k_TGK, values_THV, log_decay_TH, beta_TH, plan).scan(before, plan)[2]
 
 
 @dataclass(frozen=True)
@@ -47,23 +50,19 @@ class Pieces:
 
     def states_before(self, transitions: Tensor) -> Tensor:
         """Return the state before each of this rank's pieces [own, H, K, U], from all pieces' transitions."""
-        device, num_pieces = transitions.device, len(self.lengths)
-        # Pieces without a predecessor follow one that leaves zeros; so every rank's result depends on the gathered.
-        transitions = F.pad(transitions, (0, 0, 0, 0, 0, 0, 0, 1))
-        key_size = transitions.shape[-2]
-        before, places = [], {num_pieces: 0}
-        earlier = transitions.new_zeros(1, *transitions.shape[1:-1], transitions.shape[-1] - key_size)
-        for wave in self._waves():
-            predecessors = [self.predecessors[piece] % (num_pieces + 1) for piece in wave]
-            keeps, writes = (
-                transitions.index_select(0, to_device(torch.tensor(predecessors), device))
-                .split([key_size, earlier.shape[-1]], dim=-1)
-            )  # fmt: skip
-            among = to_device(torch.tensor([places[piece] for piece in predecessors]), device)
-            earlier = keeps @ earlier.index_select(0, among) + writes
+        device, key_size, (first, *waves) = transitions.device, transitions.shape[-2], self._waves()
+        # From the gathered, so that every rank's result depends on it, as its backward is collective.
+        nothing = F.pad(transitions[..., key_size:], (0, 0, 0, 0, 0, 0, 0, 1))[-1:]
+        before = [nothing.expand(len(first), -1, -1, -1)]
+        places = {piece: place for place, piece in enumerate(first)}
+        for wave in waves:
+            predecessors = [self.predecessors[piece] for piece in wave]
+            # Several rows may follow one piece.
+            made = copy_rows(transitions, Copies.of(torch.tensor(predecessors)).to(device))
+            among = Copies.of(torch.tensor([places[piece] for piece in predecessors])).to(device)
+            before.append(made[..., :key_size] @ copy_rows(before[-1], among) + made[..., key_size:])
             places = {piece: place for place, piece in enumerate(wave)}
-            before.append(earlier)
-        order = torch.tensor([piece for wave in self._waves() for piece in wave]).argsort()
+        order = torch.tensor([piece for wave in (first, *waves) for piece in wave]).argsort()
         return torch.cat(before).index_select(0, to_device(order[self.own.start : self.own.stop], device))
 
     def _waves(self) -> list[list[int]]:
@@ -77,7 +76,7 @@ class Pieces:
         """Return the last columns before each of this rank's pieces, from those of all pieces by themselves."""
         num = columns_PWC.shape[1]
         index = [self._columns_before(piece, num) for piece in self.own]
-        copies = Copies.of(torch.tensor(index).flatten()).to(columns_PWC.device)
+        copies = Copies.of(torch.tensor(index, dtype=torch.int64).flatten()).to(columns_PWC.device)
         columns = F.pad(columns_PWC.flatten(0, 1), (0, 0, 0, 1))
         return copy_rows(columns, copies).unflatten(0, (len(self.own), num))
 
