@@ -46,7 +46,8 @@ _SETTINGS = (
 )  # fmt: skip
 # Files of a checkpoint that hold times or the run's folder, and the account that is compared by its parts.
 _OF_THE_RUN = ("manifest.json", "run.json", "config.resolved.yaml", "samples.json")
-_MEASURED = re.compile("(time|perf|checkpoint|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$")
+# Warnings are counted with them: a slow rank or a slow disk has one.
+_MEASURED = re.compile("(time|perf|checkpoint|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$|log/warnings$")
 
 
 @dataclass(frozen=True)
