@@ -16,7 +16,7 @@ BUDGET = {
     "lines of src/spmdrl": 58_851,
     "imports of ours": 1_939,
     "folders": 51,
-    "config keys": 205,
+    "config keys": 206,
     "files from prompt to gradient": 74,
     # Main, agent, gate, calls of rewards, and now and then one that exchanges lines.
     "threads per rank": 5,

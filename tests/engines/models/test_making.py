@@ -23,12 +23,19 @@ TINY = MakeConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=48)
         {"tie_word_embeddings": False},
         {"model_type": "qwen3_moe", "num_experts": 4, "first_k_dense_replace": 1},
         {"model_type": "deepseek_v3"},
+        {"model_type": "glm4_moe"},
+        {"model_type": "gpt_oss", "sliding_window": 3},
+        {"model_type": "gemma3_text", "sliding_window": 3},
+        {"model_type": "qwen3_5_text"},
+        {"model_type": "qwen3_5_moe_text"},
+        {"model_type": "qwen3_next", "first_k_dense_replace": 1},
     ],
     ids=lambda sizes: "-".join(map(str, sizes.values())),
 )
 def test_a_made_model_has_parity_in_transformers(sizes: dict[str, object], tmp_path: Path) -> None:
     make = MakeConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=48, **sizes)  # type: ignore[arg-type]
     make_model_folder(tmp_path / "model", make, seed=3)
+    assert read_config(tmp_path / "model") == decoder_config(make)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     rows = random_rows([4, 7], vocab_size=100)
     for row, logits in zip(rows, packed_logits(load_decoder(tmp_path / "model"), rows), strict=True):
@@ -83,6 +90,11 @@ def test_the_default_sizes_give_under_a_million_parameters(tmp_path: Path) -> No
         (
             {"num_key_value_heads": 3},
             "model.make.num_attention_heads 4 must be a multiple of model.make.num_key_value_heads 3",
+        ),
+        ({"sliding_window": 4}, "model.make.sliding_window is 4, but a qwen3 made here has no windows"),
+        (
+            {"model_type": "gpt_oss", "first_k_dense_replace": 1},
+            "model.make.first_k_dense_replace is 1, but all layers of a gpt_oss are sparse",
         ),
         ({"num_experts": 4}, "model.make.num_experts is 4, but a qwen3 has no such size; .* to qwen3_moe"),
         (

@@ -21,31 +21,54 @@ from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 
 _EMBEDDING_STD = 0.02
+_HYBRIDS = ("qwen3_5", "qwen3_next")
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate(_SPECIAL_TOKENS[:3])}
 
 
 def decoder_config(make: MakeConfig) -> DecoderConfig:
     """Return the decoder of these sizes; its vocabulary is the special tokens and then the characters."""
-    latent = make.latent
+    latent, moe, family = make.latent, make.moe, make.model_type
+    is_gemma, is_oss, is_hybrid = family == "gemma3_text", family == "gpt_oss", family.startswith(_HYBRIDS)
+    # Their config.json has no width of dense layers.
+    lacks_dense = moe is not None and family in ("gpt_oss", "qwen3_5_moe_text")
     return DecoderConfig(
-        model_type=make.model_type,
+        model_type=family,
         vocab_size=len(_SPECIAL_TOKENS) + len(make.chars),
         hidden_size=make.hidden_size,
-        intermediate_size=make.intermediate_size,
+        intermediate_size=moe.intermediate_size if moe is not None and lacks_dense else make.intermediate_size,
         num_layers=make.num_hidden_layers,
         num_heads=make.num_attention_heads,
         num_kv_heads=make.num_key_value_heads if latent is None else make.num_attention_heads,
         head_size=make.head_size if latent is None else latent.head_size,
         rms_eps=1e-6,
         rope_theta=10000.0,
-        qk_norm=latent is None,
-        attention_bias=False,
+        qk_norm=latent is None and not is_oss,
+        attention_bias=is_oss,
         tied_head=make.tie_word_embeddings,
         max_positions=make.max_position_embeddings,
-        moe=make.moe,
+        moe=moe,
         latent=latent,
+        delta=make.delta,
+        rotary_size=_rotary_size(make),
+        window=make.window,
+        attention_sinks=is_oss,
+        attention_scale=make.head_size**-0.5 if is_gemma else None,
+        attention_gate=is_hybrid,
+        norm_adds_one=is_hybrid or is_gemma,
+        output_norms=is_gemma,
+        scales_embedding=is_gemma,
+        gelu=is_gemma,
     )
+
+
+def _rotary_size(make: MakeConfig) -> int | None:
+    """Return the rotated dims of each head, an even number; None: all."""
+    if make.model_type == "glm4_moe":
+        return max(2, make.head_size // 4 * 2)
+    if make.model_type.startswith(_HYBRIDS):
+        return max(2, make.head_size // 8 * 2)
+    return None
 
 
 class RandomWeights:
@@ -100,7 +123,7 @@ class RandomWeights:
     def _deviation(self, name: str, *, fan_in: int) -> float:
         if name.endswith(("embed_tokens.weight", "lm_head.weight", VALUE_HEAD)):
             return _EMBEDDING_STD
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             return 1.0 / math.sqrt(fan_in * self._num_residual_writes)
         return 1.0 / math.sqrt(fan_in)
 

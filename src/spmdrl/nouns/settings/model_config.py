@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
 
 PRINTABLE_CHARS = "".join(map(chr, range(32, 127))) + "\n"
 _SPARSE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace")
+_DENSE = ("qwen3", "qwen3_5_text", "gemma3_text")
+_LIKE_DEEPSEEK = ("deepseek_v3", "glm4_moe")
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,20 @@ class MakeConfig:
     Sizes that a family lacks are None; for other families None takes the default named below.
     """
 
-    model_type: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3"
-    """family; qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention"""
+    model_type: Literal[
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        "gemma3_text",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    ] = "qwen3"
+    """family; qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention; glm4_moe: sparse
+    layers and partial rotation; gpt_oss: sparse layers, windows and sinks; gemma3_text: dense, windows; qwen3_5_text:
+    dense, gated delta networks; qwen3_5_moe_text, qwen3_next: the same with sparse layers"""
     hidden_size: Annotated[int, Ge(1)] = 128
     """width of the model"""
     num_hidden_layers: Annotated[int, Ge(1)] = 4
@@ -47,7 +61,10 @@ class MakeConfig:
     moe_intermediate_size: Annotated[int, Ge(1)] | None = None
     """width of one expert; null: intermediate_size / num_experts_per_tok"""
     first_k_dense_replace: Annotated[int, Ge(0)] | None = None
-    """number of first layers that are dense; null: 0 in qwen3_moe, 1 in deepseek_v3"""
+    """number of first layers that are dense; null: 1 in deepseek_v3 and glm4_moe, else 0, as always in gpt_oss and
+    qwen3_5_moe_text"""
+    sliding_window: Annotated[int, Ge(1)] | None = None
+    """tokens that windowed layers see, in gpt_oss and gemma3_text; null: 16"""
 
     def __post_init__(self) -> None:
         self._refuse_sizes_of_sparse_layers()
@@ -82,18 +99,23 @@ class MakeConfig:
     @property
     def moe(self) -> MoeConfig | None:
         """Sparse layers; None if the model_type has none."""
-        if self.model_type == "qwen3":
+        if self.model_type in _DENSE:
             return None
-        is_deepseek = self.model_type == "deepseek_v3"
+        is_deepseek, is_qwen = self.model_type in _LIKE_DEEPSEEK, self.model_type in ("qwen3_5_moe_text", "qwen3_next")
         experts_per_token = self.num_experts_per_tok or 2
         num_dense = int(is_deepseek) if self.first_k_dense_replace is None else self.first_k_dense_replace
+        width = self.moe_intermediate_size or max(1, self.intermediate_size // experts_per_token)
         return MoeConfig(
             num_experts=self.num_experts or 8,
             experts_per_token=experts_per_token,
-            intermediate_size=self.moe_intermediate_size or max(1, self.intermediate_size // experts_per_token),
+            intermediate_size=width,
             scoring="sigmoid" if is_deepseek else "softmax",
             normalize=True,
             num_shared_experts=int(is_deepseek),
+            shared_size=width if is_qwen else None,
+            shared_gate=is_qwen,
+            bias=self.model_type == "gpt_oss",
+            clamp=ClampedGate(limit=7.0, alpha=1.702) if self.model_type == "gpt_oss" else None,
             dense_layers=tuple(range(num_dense)),
         )
 
@@ -110,12 +132,44 @@ class MakeConfig:
             value_size=self.head_size,
         )
 
+    @property
+    def window(self) -> WindowConfig | None:
+        """Layers with a window; None if the family has none, or a window is never shorter than a row."""
+        size, last = self.sliding_window or 16, self.num_hidden_layers - 1
+        if self.model_type == "gemma3_text":
+            # Five of six layers, and all but the last one of a shallow model.
+            layers = tuple(layer for layer in range(last + 1) if layer % 6 != 5 and layer != last)
+            return WindowConfig(size, layers, rope_theta=10000.0) if layers else None
+        if self.model_type == "gpt_oss" and size < self.max_position_embeddings:
+            return WindowConfig(size, tuple(range(0, last + 1, 2)))
+        return None
+
+    @property
+    def delta(self) -> DeltaSizes | None:
+        """Layers with a gated delta network: three of four, and all but the last one of a shallow model."""
+        last = self.num_hidden_layers - 1
+        layers = tuple(layer for layer in range(last + 1) if layer % 4 != 3 and layer != last)
+        if self.model_type not in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next") or not layers:
+            return None
+        heads = (self.num_key_value_heads, self.num_attention_heads)
+        return DeltaSizes(layers, *heads, key_size=self.head_size, value_size=self.head_size, conv_width=4)
+
     def _refuse_sizes_of_sparse_layers(self) -> None:
         name = next((name for name in _SPARSE_SIZES if getattr(self, name) is not None), None)
-        if self.model_type == "qwen3" and name is not None:
+        if self.model_type in _DENSE and name is not None:
             raise ValueError(
-                f"model.make.{name} is {getattr(self, name)}, but a qwen3 has no such size; remove it or set "
-                "model.make.model_type to qwen3_moe"
+                f"model.make.{name} is {getattr(self, name)}, but a {self.model_type} has no such size; remove it "
+                "or set model.make.model_type to qwen3_moe"
+            )
+        if self.model_type in ("gpt_oss", "qwen3_5_moe_text") and self.first_k_dense_replace:
+            raise ValueError(
+                f"model.make.first_k_dense_replace is {self.first_k_dense_replace}, but all layers of a "
+                f"{self.model_type} are sparse; remove it"
+            )
+        if self.model_type not in ("gpt_oss", "gemma3_text") and self.sliding_window is not None:
+            raise ValueError(
+                f"model.make.sliding_window is {self.sliding_window}, but a {self.model_type} made here has no "
+                "windows; remove it or set model.make.model_type to gemma3_text"
             )
 
 
