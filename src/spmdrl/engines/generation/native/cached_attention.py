@@ -174,7 +174,8 @@ class PrefillAttention:
             self._attend_whole = PackedCausalAttention(offsets_of([span.stop for span in spans]))
             return
         num_first = 0
-        if ops.reads_pages_of_a_row_once(cache.device):
+        reads_once = ops.reads_pages_of_a_row_once(cache.device)
+        if reads_once:
             num_first = max(span.stop for span in spans)
         elif ops.reads_pages(cache.device, cache.dtype):
             num_first = ONE_BY_ONE.get(cache.device.type, 0)
@@ -183,8 +184,9 @@ class PrefillAttention:
                 continue
             rows = [RowSpan(span.tables[kind], span.start, span.stop) for span in spans]
             self._first[kind] = _FirstTokens.of(rows, num_first, cache.device)
-            tiles = TileShape(width or _LATER_TILE, size, num_first, cache.kinds[kind].window)
-            self._tiles[kind] = _tiles(rows, tiles, cache.device)
+            if not reads_once:
+                tiles = TileShape(width or _LATER_TILE, size, num_first, cache.kinds[kind].window)
+                self._tiles[kind] = _tiles(rows, tiles, cache.device)
 
     def __call__(
         self,
