@@ -16,6 +16,7 @@ from spmdrl.engines.models.kernels.ops import compute_batch_invariantly
 from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, WindowConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
@@ -34,6 +35,14 @@ MODELS = {
     "dense": DENSE,
     "sparse": replace(DENSE, moe=SPARSE.moe),
     "latent": replace(LATENT, max_positions=256, vocab_size=101),
+    "windows and sinks": replace(DENSE, attention_sinks=True, window=WindowConfig(9, layers=(0,))),
+    "delta nets": replace(
+        DENSE,
+        attention_gate=True,
+        norm_adds_one=True,
+        rotary_size=8,
+        delta=DeltaSizes((0,), num_key_heads=2, num_value_heads=4, key_size=12, value_size=10, conv_width=4),
+    ),
 }
 PROMPT_LENGTHS = (1, 2, 3, 31, 40, 65)
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.native.paged import block_bytes_of
+from spmdrl.engines.generation.native.row_memory import BlockCounts, added
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights, decoder_config
+from spmdrl.engines.models.mixers import StateKind
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.mesh import GenerationMesh
@@ -27,6 +30,12 @@ FAMILIES = {
     "qwen3": TINY,
     "qwen3_moe": decoder_config(MakeConfig(model_type="qwen3_moe", first_k_dense_replace=1, **SIZES)),
     "deepseek_v3": latent_decoder(value_size=6, query_rank=8, **SIZES),
+    "glm4_moe": decoder_config(MakeConfig(model_type="glm4_moe", **SIZES)),
+    # Windows that all but one of the rows outgrow.
+    "gpt_oss": decoder_config(MakeConfig(model_type="gpt_oss", sliding_window=6, **SIZES)),
+    "gemma3_text": decoder_config(MakeConfig(model_type="gemma3_text", sliding_window=5, **SIZES)),
+    "qwen3_5_text": decoder_config(MakeConfig(model_type="qwen3_5_text", **SIZES)),
+    "qwen3_next": decoder_config(MakeConfig(model_type="qwen3_next", **SIZES)),
 }
 # Log-probs of these large weights in chunks or steps of other sizes: 1e-5 on some processors, 5e-7 on others.
 ROUNDING = {"atol": 5e-5, "rtol": 0}
@@ -79,12 +88,21 @@ def engine_of(
 
 
 def rollout_of(config: DecoderConfig, schedule: Schedule, tensor: int) -> RolloutConfig:
-    gib = None
-    if schedule.is_tight:
-        token_bytes = 4 * sum(mixer.state(tensor).token_size for mixer in config.mixers)
-        num_blocks = 1 + -(-(max(map(len, PROMPTS)) + GREEDY.max_tokens - 1) // BLOCK_SIZE) + 3
-        gib = num_blocks * BLOCK_SIZE * token_bytes / 2**30
-    return small_rollout(block_size=BLOCK_SIZE, **schedule.rollout, **({} if gib is None else {"kv_cache_gib": gib}))
+    rollout = small_rollout(block_size=BLOCK_SIZE, **schedule.rollout)
+    if not schedule.is_tight:
+        return rollout
+    block_bytes = block_bytes_of([mixer.state(tensor) for mixer in config.mixers], BLOCK_SIZE, torch.float32)
+    num_blocks = 1 + -(-(max(map(len, PROMPTS)) + GREEDY.max_tokens - 1) // BLOCK_SIZE) + 3
+    cache_bytes = num_blocks * block_bytes[StateKind()]
+    if len(block_bytes) > 1:
+        # Windows and slots for two rows and a prompt, which are half of the cache.
+        counts = BlockCounts.of(list(block_bytes), rollout)
+        held = added(*2 * [counts.held(1000)], counts.held(1000, rollout.max_prefill_tokens), [1] * len(block_bytes))
+        pairs = zip(held, block_bytes.items(), strict=True)
+        bounded = sum(count * size for count, (kind, size) in pairs if kind != StateKind())
+        # A block more: the half is rounded down.
+        cache_bytes = max(cache_bytes + bounded, 2 * bounded) + sum(block_bytes.values())
+    return replace(rollout, kv_cache_gib=cache_bytes / 2**30)
 
 
 def requests_with(sampling: SamplingParams) -> list[Request]:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, stored_forms
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.layout import GenerationLayout
@@ -40,7 +40,7 @@ def generate(folder: Path, config: DecoderConfig) -> dict[int, tuple[int, ...]]:
     """What transformers answers to the prompts, greedily."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32)))
-    write_weights(folder, weights_of(config).items())
+    write_weights(folder, weights_of(config).items(), forms=stored_forms(config))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = {}
     for number, prompt in enumerate(PROMPTS):
@@ -94,7 +94,7 @@ def test_a_tight_cache_preempts_rows_and_a_roomy_one_does_not() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_text"])
 def test_tensor_parallel_ranks_schedule_alike(family, expected_of) -> None:
     for tokens in run_ranks(2, answers_of_tensor_ranks, family):
         assert tokens == dict.fromkeys(SCHEDULES, expected_of[family])
