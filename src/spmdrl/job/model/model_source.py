@@ -76,13 +76,15 @@ class ModelSource:
         return source
 
     def weights(self) -> WeightFiles:
-        """Return the folder's weights, which fit the decoder exactly, except adapters."""
-        return open_weights(self.folder, replace(self.decoder, lora=None))
+        """Return the folder's weights, which fit the decoder exactly, except adapters and a new head."""
+        return open_weights(
+            self.folder, read_config(self.folder) if self.has_new_head else replace(self.decoder, lora=None)
+        )
 
     def initial_weights(self) -> WeightSource:
         """Return a training engine's initial weights."""
         if self.has_new_head:
-            return WithNewHead(open_weights(self.folder, read_config(self.folder)))
+            return WithNewHead(self.weights())
         if self.decoder.lora is not None:
             return WithNewAdapters(self.weights(), parameter_shapes(self.decoder), self.seed)
         return self.weights()
