@@ -13,7 +13,7 @@ from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 58_851,
+    "lines of src/spmdrl": 58_932,
     "imports of ours": 1_939,
     "folders": 51,
     "config keys": 206,
