@@ -66,6 +66,7 @@ OVERRIDES = {
 SETTINGS = (
     [],
     ["model.make.model_type=deepseek_v3"],
+    ["model.make.model_type=gemma3_text"],
     ["rollout.partial_max_rounds=2"],
     ["algo.rollout_is=tis"],
     ["algo.rollout_is=seq-mask-tis"],

@@ -95,8 +95,10 @@ def test_every_schedule(how: str, sampling: SamplingParams, captures: list[Recor
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("family", [name for name, config in FAMILIES.items() if config.moe is None])
-def test_every_dense_family(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", [name for name, config in FAMILIES.items() if not (config.moe or config.window or config.delta)]
+)
+def test_every_dense_family_with_full_attention(family: str) -> None:
     rollout = TunedRollout(block_size=4)
     expected, found = (
         run(filled(engine_of(rollout, FAMILIES[family], graphs=graphs)), requests_with(SAMPLED))

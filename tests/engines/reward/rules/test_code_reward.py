@@ -233,5 +233,5 @@ def test_without_namespaces_the_reward_is_refused_with_the_way_out(tmp_path):
     none = 'echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"'
     command = ["unshare", "-rU", "sh", "-c", none, "sh", sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src"})
-    assert "reward.functions: 'code' runs programs in namespaces" in done.stdout, done
+    assert "reward.functions: 'code' runs programs in Linux namespaces" in done.stdout, done
     assert "unshare: No space left on device" in done.stdout and "docs/security.md" in done.stdout
