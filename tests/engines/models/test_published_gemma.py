@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gemma.assemble(folder / "gemma.gguf")
     loading = {"gguf_file": "gemma.gguf", "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=GgufConfig(dequantize=True), **loading)
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     model.save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(folder, gguf_file="gemma.gguf").save_pretrained(folder / "model")
