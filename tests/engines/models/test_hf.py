@@ -265,6 +265,14 @@ def test_a_qwen_has_windows_from_a_layer_on_or_in_those_listed(
     assert config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
 
 
+def test_a_gpt_oss_without_rope_parameters_is_refused(tmp_path: Path) -> None:
+    gpt_oss = QWEN2 | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+    with pytest.raises(ValueError, match="rope_parameters is missing, for which transformers takes .* yarn scaling"):
+        config_of(tmp_path, gpt_oss)
+    full = config_of(tmp_path, gpt_oss | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    assert full.attention_sinks and full.rope_scaling is None
+
+
 def test_a_llama_with_a_window_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sliding_window 9 is not supported in this family"):
         config_of(tmp_path, QWEN2 | {"model_type": "llama", "sliding_window": 9})

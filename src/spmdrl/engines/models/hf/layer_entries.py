@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.config_rope import plain_rope, read_window_theta, write_rope
+from spmdrl.engines.models.hf.config_rope import plain_rope, read_window_theta, rope_entries, write_rope
 from spmdrl.engines.models.hf.config_values import flag, number, only, values, whole_number
 from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
 
@@ -149,6 +149,8 @@ def write_glm4_moe(config: DecoderConfig) -> Fields:
 
 def read_gpt_oss(raw: Mapping[str, Any]) -> Fields:
     """Read windows in every other layer, sinks, and experts with biases and a clamped gate."""
+    if not rope_entries(raw):
+        raise ValueError("rope_parameters is missing, for which transformers takes gpt-oss-20b's yarn scaling; give it")
     return {
         "attention_sinks": True,
         "window": read_window(raw, default=128, is_windowed=lambda layer: layer % 2 == 0),
