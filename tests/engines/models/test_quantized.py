@@ -223,7 +223,8 @@ def test_a_quantized_weight_of_an_excluded_module_is_refused(
 def test_modules_of_similar_names_are_not_excluded(
     module: str, qwen3: tuple[dict[str, object], dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    open_excluding(module, qwen3, tmp_path)
+    files = open_excluding(module, qwen3, tmp_path)
+    assert files.dtype("model.layers.1.self_attn.q_proj.weight") == "BF16"
 
 
 @pytest.mark.parametrize(

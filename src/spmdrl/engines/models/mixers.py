@@ -89,8 +89,6 @@ class Recurrent:
 
 
 State = KeyBlocks | Recurrent
-
-
 OUTPUTS, INPUTS = 0, 1
 """Dims of a projection's weight."""
 

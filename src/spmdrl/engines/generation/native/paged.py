@@ -219,8 +219,8 @@ class StateCache:
     @property
     def num_blocks(self) -> list[int]:
         """Blocks of each kind."""
-        blocks = {self.kinds.index(state.kind): store.num_blocks for state, store in self._stores.items()}
-        return [blocks[place] for place in range(len(self.kinds))]
+        blocks = {state.kind: store.num_blocks for state, store in self._stores.items()}
+        return [blocks[kind] for kind in self.kinds]
 
     @property
     def num_bytes(self) -> int:

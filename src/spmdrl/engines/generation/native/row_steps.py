@@ -178,8 +178,7 @@ class RowSteps:
 
     def _copy(self, copies: Sequence[BlockCopies]) -> None:
         for place, pairs in enumerate(copies):
-            if pairs.sources:
-                self._cache.copy_blocks(place, pairs.sources, pairs.targets)
+            self._cache.copy_blocks(place, pairs.sources, pairs.targets)
 
     def _draw(self, rows: list[Row], logits_BV: Tensor) -> list[Response]:
         """Draw one token per row; returns the rows that it ended."""
