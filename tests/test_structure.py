@@ -87,6 +87,7 @@ def test_the_tree_keeps_within_its_budget(found):
     assert {name: count for name, count in counted.items() if count > BUDGET[name]} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_keeps_within_its_budget_of_files_and_threads():
     package = ROOT / "src" / PACKAGE

@@ -172,7 +172,7 @@ def test_a_run_is_evaluated_by_its_newest_sound_model(run_copy, tmp_path):
             assert f"every checkpoint of {folder} is damaged" in job.stderr and job.returncode == 2
 
 
-@pytest.mark.parametrize("verb", ["eval", "generate"])
+@pytest.mark.parametrize("verb", ["eval", pytest.param("generate", marks=pytest.mark.slow)])
 def test_two_jobs_that_write_the_same_answers_take_turns(run_copy, verb):
     config, folder = run_copy
     held_out = "data.eval=synthetic://addition?low=0&high=9&count=3&split=test"

@@ -379,7 +379,7 @@ def codes_of_two_set_up(folder: Path, place: str, *, is_stopped: bool) -> list[i
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("place", ["connecting", "connected"])
+@pytest.mark.parametrize("place", ["connecting", pytest.param("connected", marks=pytest.mark.slow)])
 def test_a_rank_that_waits_outside_of_python_leaves_with_the_one_that_was_asked(place, tmp_path):
     assert codes_of_two_set_up(tmp_path, place, is_stopped=True) == [STOPPED, STOPPED]
 

@@ -11,6 +11,7 @@ from tests.bench.resharding.plan_bytes import redundant_bytes
 from tests.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
 
 
+@pytest.mark.slow
 def test_the_papers_figures_follow_from_eq_3_and_from_the_plan():
     table = run(argparse.Namespace())
     dense, sparse, larger = table.rows
