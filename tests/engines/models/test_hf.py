@@ -73,7 +73,7 @@ def test_a_written_config_reads_back_as_itself(model_type: str, tmp_path: Path) 
         ({"model_type": "mamba"}, "'mamba' is not supported; .* are llama, mistral, .* kimi_k2 .as deepseek_v3.;"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of kind 'linear'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of kind 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters of kind 'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is None, but must be a number"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor 1.0"),
@@ -263,6 +263,55 @@ def test_a_qwen_has_windows_from_a_layer_on_or_in_those_listed(
     config = config_of(tmp_path, QWEN2 | {"use_sliding_window": True, "sliding_window": 9} | change)
     assert config.window == (WindowConfig(9, layers) if layers else None)
     assert config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
+
+
+# As published, but for entries of other parts: gemma-3-4b-it, which leaves the rest to transformers, and Qwen3.5-4B.
+PUBLISHED = {
+    "gemma3": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "qwen3_5": {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "linear_num_value_heads": 32,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 248320,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_models_that_also_read_images_are_read_as_transformers_reads_them(model_type, tmp_path):
+    from transformers import AutoConfig
+
+    config = config_of(tmp_path, {"model_type": model_type, "text_config": PUBLISHED[model_type]})
+    whole = AutoConfig.from_pretrained(tmp_path).get_text_config().to_dict()
+    assert config_of(tmp_path, whole) == config
+    assert config_of(tmp_path, hf_config_dict(config, torch.float32)) == config
 
 
 def test_a_gpt_oss_without_rope_parameters_is_refused(tmp_path: Path) -> None:

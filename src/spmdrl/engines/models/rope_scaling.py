@@ -1,4 +1,4 @@
-"""Two scalings of rotary position embeddings to longer rows.
+"""Scalings of rotary position embeddings to longer rows.
 
 Shape letters: `K` head size.
 """
@@ -7,14 +7,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Gemma 3's scaling: all frequencies are divided by `factor`."""
+
+    amplitude: ClassVar[float] = 1.0
+    latent_softmax_factor: ClassVar[float] = 1.0
+
+    factor: float
+    """Divisor of the frequencies."""
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Divide frequencies [K / 2] by the factor, whatever their base."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1's scaling: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+
+    amplitude: ClassVar[float] = 1.0
+    """Factor of queries and keys, applied with the rotation."""
+    latent_softmax_factor: ClassVar[float] = 1.0
+    """Factor of latent attention's softmax scale."""
 
     factor: float
     """Divisor of slow frequencies."""
@@ -32,16 +53,6 @@ class Llama3Scaling:
                 f"{self.high_freq_factor} in llama3 rope scaling"
             )
         _check_stretch(self.factor, self.original_positions)
-
-    @property
-    def amplitude(self) -> float:
-        """Factor of queries and keys, applied with the rotation."""
-        return 1.0
-
-    @property
-    def latent_softmax_factor(self) -> float:
-        """Factor of latent attention's softmax scale."""
-        return 1.0
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
         """Divide slow frequencies [K / 2] by the factor, whatever their base."""
@@ -112,7 +123,7 @@ class YarnScaling:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-RopeScaling = Llama3Scaling | YarnScaling
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary frequencies in config.json: the base, and llama3 or yarn scaling, in transformers' old and new spelling."""
+"""Rotary frequencies in config.json: base, and linear, llama3 or yarn scaling, in transformers' old and new spelling."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.engines.models.hf.config_values import entries, flag, number, only, whole_number
-from spmdrl.engines.models.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
+from spmdrl.engines.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
-_COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+# The last two are shares of an image's axes (Qwen3.5), along all of which a text's positions are the same.
+_COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _OF_KINDS = {"full_attention", "sliding_attention"}
 _KEYS_OF_KIND = {
     "default": set(),
+    "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor",
@@ -80,8 +82,11 @@ def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """Return the entries of config.json, for readers from before and after transformers 5."""
     if scaling is None:
         return {"rope_theta": theta, "rope_parameters": plain_rope(theta)}
-    if isinstance(scaling, Llama3Scaling):
-        rope: dict[str, Any] = {
+    rope: dict[str, Any]
+    if isinstance(scaling, LinearScaling):
+        rope = {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        rope = {
             "rope_type": "llama3",
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_freq_factor,
@@ -110,6 +115,8 @@ def plain_rope(theta: float) -> dict[str, Any]:
 def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
+    if kind == "linear":
+        return LinearScaling(number(rope, "factor"))
     max_positions = whole_number(raw, "max_position_embeddings")
     # In transformers' order: beside the scaling, inside it, and else no row is longer than before.
     inside = whole_number(

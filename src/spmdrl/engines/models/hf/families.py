@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Family:
     """True if queries and keys are normalized per head."""
     allows_null_head_size: bool = False
     """True if a head_dim of null means that it isn't given, which other families refuse."""
+    default_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Entries that config.json may leave out, with transformers' values."""
     default_head_size: int | None = None
     """Head size without head_dim; None is hidden_size / num_attention_heads."""
     has_attention_bias: bool | None = None
@@ -156,6 +158,13 @@ FAMILIES = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         has_qk_norm=True,
+        # Those of the published 4B model, whose config.json leaves them out.
+        default_sizes={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
         default_head_size=256,
         default_theta=1000000.0,
         default_tying=True,

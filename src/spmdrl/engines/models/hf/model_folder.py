@@ -176,6 +176,7 @@ def _decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = _text_part(raw)
     model_type = family_name(raw.get("model_type"))
     family = FAMILIES[model_type]
+    raw = {**family.default_sizes, **raw}
     refuse_unsupported(raw, family)
     hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")
     default_head_size = family.default_head_size or hidden_size // num_heads
