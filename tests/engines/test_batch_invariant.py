@@ -24,6 +24,7 @@ from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from tests.engines.models.support import no_cpu_library
 from tests.engines.training.tiny import CONFIG, LATENT, OPTIM, SPARSE, part_of
+from tests.support.made import small_decoders
 from tests.support.ranks import run_ranks
 
 # An intermediate size that no vector register divides.
@@ -44,6 +45,8 @@ MODELS = {
         delta=DeltaSizes((0,), num_key_heads=2, num_value_heads=4, key_size=12, value_size=10, conv_width=4),
     ),
 }
+# Untied, as a tied embedding as large as these weights gives each token its own successor.
+MODELS |= {f"small {name}": replace(config, tied_head=False) for name, config in small_decoders().items()}
 PROMPT_LENGTHS = (1, 2, 3, 31, 40, 65)
 
 
@@ -94,7 +97,7 @@ def check_same_bits(world: World, name: str) -> None:
     trainer.load(weights)
     responses = generated(config, weights, prompts)
     lengths = [len(response.token_ids) for response in responses]
-    assert min(lengths) < 16 and max(lengths) > 64, lengths
+    assert min(lengths) < 16 and max(lengths) > 40, lengths
     together = trainer.score(rows_of(prompts, responses)).logprobs_R
     assert torch.equal(together, torch.tensor([value for response in responses for value in response.logprobs]))
     alone = [trainer.score(rows_of(prompts, [response])).logprobs_R for response in responses]
@@ -106,7 +109,9 @@ def check_same_bits(world: World, name: str) -> None:
 
 @pytest.mark.cpu_only(reason="the batch-invariant operations are a CPU's")
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("small") else name for name in MODELS]
+)
 def test_generator_and_trainer_agree_to_the_last_bit(name):
     run_ranks(1, check_same_bits, name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.engines.models.layers import PackedCausalAttention, SharedPromptAttention
 from spmdrl.engines.models.mixers import OUTPUTS, Recurrent, Rotations
 from spmdrl.nouns.batch import offsets_of
-from tests.engines.models.delta_cases import SIZES, assert_near, conv_inputs, need_library, rule_inputs
+from tests.engines.models.delta_cases import SIZES, assert_near, conv_inputs, rule_inputs
 
 LENGTHS = [1, 63, 64, 65, 130]
 HIDDEN_SIZE = 20
@@ -130,16 +130,6 @@ class OneTokenOfEachRow(PackedCausalAttention):
 
     def recur(self, layer: int, *inputs: Tensor) -> Tensor:
         return ops.gated_delta_step(*inputs, self._states, self._slots_B)
-
-
-@pytest.fixture
-def exact_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    need_library()
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(ops, "TABLE", dict(ops.TABLE))
-    ops.compute_batch_invariantly()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.layers import Attend, Linear, RMSNorm
 from spmdrl.engines.models.mixers import INPUTS, OUTPUTS, HeadCut, KeyBlocks, Rope, Rotations
 
@@ -115,7 +116,7 @@ class SelfAttention(nn.Module):
             q_THK = q_THK * self._query_factor
         attended_THK = attend(self.layer, q_THK, k_TJK, v_TJK, window=self.window, sinks_H=self.sinks)
         if gate_THK is not None:
-            attended_THK = attended_THK * gate_THK.sigmoid()
+            attended_THK = attended_THK * ops.sigmoid(gate_THK)
         return self.o_proj(attended_THK.flatten(-2))
 
     def project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.engines.models.kernels import ops
@@ -101,7 +100,7 @@ class Router(nn.Module):
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the affinities [T, E] and the chosen experts [T, C]."""
         bias_E = None if self.bias is None else self.bias.to(torch.float32)
-        products_TE = F.linear(hidden_TD.to(torch.float32), self.weight.to(torch.float32), bias_E)
+        products_TE = ops.linear(hidden_TD.to(torch.float32), self.weight.to(torch.float32), bias_E)
         scores_TE = products_TE.softmax(-1) if self.config.scoring == "softmax" else ops.sigmoid(products_TE)
         return scores_TE, self._choose(scores_TE.detach())
 
@@ -173,7 +172,7 @@ def _with_bias(rows_MO: Tensor, bias_EO: Tensor | None, counts_E: Tensor) -> Ten
 
 def _clamped_swiglu(gate_MI: Tensor, up_MI: Tensor, clamp: ClampedGate) -> Tensor:
     gate_MI, up_MI = gate_MI.clamp(max=clamp.limit), up_MI.clamp(-clamp.limit, clamp.limit)
-    return (up_MI + 1) * (gate_MI * torch.sigmoid(gate_MI * clamp.alpha))
+    return (up_MI + 1) * (gate_MI * ops.sigmoid(gate_MI * clamp.alpha))
 
 
 class SparseFeedForward(nn.Module):
@@ -193,7 +192,7 @@ class SparseFeedForward(nn.Module):
             return out_TD
         shared_TD = self.shared_experts(hidden_TD)
         if self.shared_expert_gate is not None:
-            shared_TD = shared_TD * self.shared_expert_gate(hidden_TD).sigmoid()
+            shared_TD = shared_TD * ops.sigmoid(self.shared_expert_gate(hidden_TD))
         return out_TD + shared_TD
 
     def routed(self, hidden_TD: Tensor, route: Route | None) -> Tensor:

@@ -71,6 +71,7 @@ CASES: dict[str, list[Case]] = {
         Case(((9, 13), (2, 7, 13)), counts(9, 0)),
         Case(((0, 16), (3, 8, 16)), counts(0, 0, 0)),
     ],
+    "geglu": [Case(((7, 24), (7, 24)))],
     "sigmoid": [Case(((7, 24),))],
     "softplus": [Case(((7, 24),))],
     "masked_attention": [

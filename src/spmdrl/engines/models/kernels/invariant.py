@@ -15,6 +15,7 @@ Shape letters: `M` rows sorted by expert, `E` experts, `D` inputs and `O` output
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _in_whole_vectors(F.silu, gate) * up
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _in_whole_vectors(partial(F.gelu, approximate="tanh"), gate) * up
+
+
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an elementwise function to x, padded to whole vectors."""
     if x.shape[-1] % _ELEMENTS_AT_A_TIME == 0:
@@ -64,6 +69,7 @@ def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Te
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "swiglu": swiglu,
+    "geglu": geglu,
     "sigmoid": sigmoid,
     "softplus": softplus,
     "grouped_linear": grouped_linear,

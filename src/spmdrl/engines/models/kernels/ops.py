@@ -25,6 +25,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"cpu": elementwise.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
     "rotate": {"cpu": elementwise.rotate, "cuda": plain.rotate, "npu": npu.rotate},
     "swiglu": {"cpu": elementwise.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
+    "geglu": {"cpu": plain.geglu, "cuda": plain.geglu, "npu": plain.geglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "softplus": {"cpu": plain.softplus, "cuda": plain.softplus, "npu": plain.softplus},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
@@ -98,7 +99,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return gelu(gate) * up with the tanh form of GELU (arXiv:1606.08415, section 2)."""
-    return F.gelu(gate, approximate="tanh") * up
+    return implementation("geglu", gate)(gate, up)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -51,6 +51,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def sigmoid(x: Tensor) -> Tensor:
     return x.sigmoid()
 
