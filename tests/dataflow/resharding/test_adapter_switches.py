@@ -10,6 +10,7 @@ import torch
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.make_model import RandomWeights
@@ -17,6 +18,7 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
@@ -28,20 +30,26 @@ from tests.engines.training.tiny import CONFIG, OPTIM, make_rows, weighted_nll, 
 from tests.support.ranks import run_ranks
 
 MODEL = replace(CONFIG, intermediate_size=16, lora=LoraConfig(rank=4, alpha=8.0))
+HYBRID = replace(
+    MODEL,
+    model_type="qwen3_5_text",
+    delta=DeltaSizes((0,), num_key_heads=2, num_value_heads=4, key_size=4, value_size=4, conv_width=3),
+)
 PLAIN = replace(MODEL, lora=None)
 ROWS = [[1, 5, 7, 9, 4], [2, 3, 11]]
 CASES = [
-    (2, UpdateLayout(shard=2), GenerationLayout()),
-    (2, UpdateLayout(data=2, shard=1), GenerationLayout()),
-    (4, UpdateLayout(shard=2, pipeline=2), GenerationLayout(tensor=2)),
-    (4, UpdateLayout(shard=2, tensor=2), GenerationLayout(tensor=2)),
+    (2, MODEL, UpdateLayout(shard=2), GenerationLayout()),
+    (2, MODEL, UpdateLayout(data=2, shard=1), GenerationLayout()),
+    (4, MODEL, UpdateLayout(shard=2, pipeline=2), GenerationLayout(tensor=2)),
+    (4, MODEL, UpdateLayout(shard=2, tensor=2), GenerationLayout(tensor=2)),
+    (2, HYBRID, UpdateLayout(shard=2), GenerationLayout(tensor=2)),
 ]
 
 
-def trainer_of(world: World, layout: UpdateLayout) -> TrainingEngine:
+def trainer_of(world: World, layout: UpdateLayout, model: DecoderConfig = MODEL) -> TrainingEngine:
     mesh = build_update_mesh(layout, world.device, world.rank)
-    engine = TrainingEngine(MODEL, TrainingConfig(), OPTIM, mesh, world.device, compute_dtype=torch.float32)
-    engine.load(RandomWeights(MODEL, seed=1))
+    engine = TrainingEngine(model, TrainingConfig(), OPTIM, mesh, world.device, compute_dtype=torch.float32)
+    engine.load(RandomWeights(model, seed=1))
     return engine
 
 
@@ -65,11 +73,13 @@ def lacking_bytes(trainer: TrainingEngine, generator: NativeEngine, wanted=is_ad
     return lacking
 
 
-def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout, folder: Path) -> list[tuple]:
+def switched(
+    world: World, model: DecoderConfig, update_layout: UpdateLayout, layout: GenerationLayout, folder: Path
+) -> list[tuple]:
     """Of three switches with an update before each: bytes received, bytes lacking, and the log-probs of some rows."""
-    trainer = trainer_of(world, update_layout)
+    trainer = trainer_of(world, update_layout, model)
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
-    generator = NativeEngine(MODEL, ROLLOUT, world.device.torch_device, torch.float32, mesh=mesh)
+    generator = NativeEngine(model, ROLLOUT, world.device.torch_device, torch.float32, mesh=mesh)
     reshard = ReshardConfig(bucket_bytes=4096, verify=True)
     flow = ReshardingFlow(world, {POLICY: trainer}, generator, reshard, MemoryLedger(), folder)
     found = []
@@ -78,7 +88,7 @@ def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout
         expected = whole_weights(trainer)
         stats = flow.to_generation()
         lacking = lacking_bytes(trainer, generator, (lambda name: True) if step == 0 else is_adapter)
-        plain = NativeEngine(PLAIN, ROLLOUT, world.device.torch_device, torch.float32, mesh=mesh)
+        plain = NativeEngine(replace(model, lora=None), ROLLOUT, world.device.torch_device, torch.float32, mesh=mesh)
         plain.load_weights((name, expected[name]) for name in plain.weight_shapes())
         plain.wake_cache()
         differences = torch.cat(generator.score(ROWS)) - torch.cat(plain.score(ROWS))
@@ -92,14 +102,18 @@ def switched(world: World, update_layout: UpdateLayout, layout: GenerationLayout
 @pytest.mark.on_device
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("num_ranks", "update_layout", "layout"),
+    ("num_ranks", "model", "update_layout", "layout"),
     [
-        pytest.param(*case, id=f"{case[1]} to {case[2]}", marks=() if number in (0, 2) else pytest.mark.slow)
+        pytest.param(
+            *case,
+            id=f"{case[1].model_type}, {case[2]} to {case[3]}",
+            marks=() if number in (0, 2) else pytest.mark.slow,
+        )
         for number, case in enumerate(CASES)
     ],
 )
-def test_each_rank_receives_the_slices_of_adapters_that_it_lacks(num_ranks, update_layout, layout, tmp_path):
-    by_rank = run_ranks(num_ranks, switched, update_layout, layout, tmp_path, timeout=200)
+def test_each_rank_receives_the_slices_of_adapters_that_it_lacks(num_ranks, model, update_layout, layout, tmp_path):
+    by_rank = run_ranks(num_ranks, switched, model, update_layout, layout, tmp_path, timeout=200)
     for of_ranks in zip(*by_rank, strict=True):
         assert all(received == lacking and difference < 1e-5 for received, lacking, _, difference in of_ranks)
         (planned,) = {planned for _, _, planned, _ in of_ranks}

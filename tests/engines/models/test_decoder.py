@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from spmdrl.engines.models.hf.model_folder import parameter_shapes, read_config
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.models.make_model import RandomWeights, decoder_config
 from spmdrl.nouns.batch import offsets_of
-from spmdrl.nouns.settings.model_config import LoraConfig, MakeConfig
-from spmdrl.nouns.settings.model_sizes import DeltaSizes
+from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.resources.device import BACKENDS
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.support.chosen_device import chosen_device, chosen_kind
@@ -113,13 +111,6 @@ def test_impossible_heads_are_refused_with_their_numbers(sizes: dict[str, int], 
             max_positions=16,
             **sizes,
         )
-
-
-def test_adapters_of_a_delta_network_are_refused() -> None:
-    made = decoder_config(MakeConfig())
-    hybrid = replace(made, delta=DeltaSizes((0,), 2, 4, key_size=4, value_size=4, conv_width=4))
-    with pytest.raises(ValueError, match="lora is given, but the model has gated delta networks"):
-        replace(hybrid, lora=LoraConfig())
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

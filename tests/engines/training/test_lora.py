@@ -17,7 +17,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, MoeConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
@@ -45,11 +45,16 @@ SPARSE = replace(
     CONFIG, model_type="qwen3_moe", intermediate_size=16, lora=LORA,
     moe=MoeConfig(4, 2, 16, normalize=True, dense_layers=(0,)),
 )  # fmt: skip
+HYBRID = replace(
+    CONFIG, model_type="qwen3_5_text", intermediate_size=16, attention_gate=True, lora=LORA,
+    delta=DeltaSizes((0,), num_key_heads=2, num_value_heads=4, key_size=4, value_size=4, conv_width=3),
+)  # fmt: skip
 MODELS = {
     "dense": DENSE,
     "sparse": SPARSE,
     "latent": replace(LATENT, lora=LORA),
     "untied": replace(DENSE, tied_head=False),
+    "hybrid": HYBRID,
 }
 ON_TWO = [
     ("dense", UpdateLayout(shard=2)),
@@ -62,12 +67,17 @@ ON_TWO = [
     ("dense", UpdateLayout(shard=1, pipeline=2, pipeline_schedule="interleaved", pipeline_chunks=2)),
     ("untied", UpdateLayout(shard=1, pipeline=2, pipeline_schedule="zbv", pipeline_chunks=2)),
     ("sparse", UpdateLayout(shard=2, expert=2)),
+    ("hybrid", UpdateLayout(shard=2)),
+    ("hybrid", UpdateLayout(shard=1, tensor=2)),
+    ("hybrid", UpdateLayout(shard=1, context=2)),
 ]
 ON_FOUR = [
     ("dense", UpdateLayout(shard=1, tensor=4)),
     ("dense", UpdateLayout(shard=2, pipeline=2, pipeline_schedule="zero_bubble", pipeline_chunks=2)),
     ("sparse", UpdateLayout(shard=2, tensor=2, expert=2)),
     ("dense", UpdateLayout(data=2, shard=2)),
+    # Two ranks for each head of queries and keys.
+    ("hybrid", UpdateLayout(shard=1, tensor=4)),
 ]
 
 

@@ -105,11 +105,6 @@ class DecoderConfig:
                 "head is value, but by tied_head the head is the embedding; make a value model of a language "
                 "model's config by with_value_head()"
             )
-        if self.lora is not None and self.delta is not None:
-            raise ValueError(
-                "lora is given, but the model has gated delta networks, whose fused projections can't have adapters; "
-                "leave lora out"
-            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "

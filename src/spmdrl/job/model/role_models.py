@@ -111,7 +111,8 @@ class RoleModel:
         """Write whole weights with the rest of the model's folder; returns the paths."""
         folder = self._folder_in(checkpoint) / MODEL
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(folder, weights, forms=stored_forms(self.source.decoder))
+        forms = stored_forms(self.source.decoder)
+        write_weights(folder, weights, forms=forms)
         config = hf_config_dict(self.source.decoder, self.saved_dtype) | token_ids_of(self.source.folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES:
@@ -124,7 +125,7 @@ class RoleModel:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         paths = sorted(path for path in folder.iterdir() if path.is_file())
         if (lora := self.source.decoder.lora) is not None:
-            paths += write_adapters(folder.with_name(ADAPTER), adapters, lora, self.source.base_name)
+            paths += write_adapters(folder.with_name(ADAPTER), adapters, lora, self.source.base_name, forms)
         return paths
 
     def _whole_adapters(self) -> dict[str, Tensor]:

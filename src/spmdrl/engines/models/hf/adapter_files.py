@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.engines.models.hf.model_weights import WeightSource
+from spmdrl.engines.models.hf.stored_forms import StoredForms
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
@@ -45,19 +46,35 @@ class WithNewAdapters:
         return whole[wanted.index_within(whole_slice(wanted.name, shape))]
 
 
-def write_adapters(folder: Path, adapters: Mapping[str, Tensor], lora: LoraConfig, base_model: str) -> list[Path]:
-    """Write whole adapters as PEFT's `PeftModel.from_pretrained` reads them, for the model of this name."""
+def write_adapters(
+    folder: Path, adapters: Mapping[str, Tensor], lora: LoraConfig, base_model: str, forms: StoredForms
+) -> list[Path]:
+    """Write whole adapters as PEFT's `PeftModel.from_pretrained` reads them, for the model of this name.
+
+    `forms` are those of the model's folder, as PEFT adapts transformers' projections.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    save_file({_PREFIX + name: adapter for name, adapter in adapters.items()}, weights, metadata={"format": "pt"})
+    stored = _by_stored_projection(adapters, forms)
+    tensors = {
+        f"{_PREFIX}{path}.lora_{letter}.weight": tensor
+        for path, pair in stored.items()
+        for letter, tensor in zip("AB", pair, strict=True)
+    }
+    save_file(tensors, weights, metadata={"format": "pt"})
+    # PEFT adapts every layer whose name ends in one of these, as we do.
+    ranks = {path.rpartition(".")[2]: len(up) for path, (up, _) in stored.items()}
+    others = {name: rank for name, rank in ranks.items() if rank != lora.rank}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        # PEFT adapts every layer whose name ends in one of these, as we do.
-        "target_modules": sorted({name.split(".")[-3] for name in adapters}),
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        # One scale for all.
+        "alpha_pattern": {name: rank * lora.scale for name, rank in others.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -65,3 +82,27 @@ def write_adapters(folder: Path, adapters: Mapping[str, Tensor], lora: LoraConfi
     }
     config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return [weights, config]
+
+
+def _by_stored_projection(adapters: Mapping[str, Tensor], forms: StoredForms) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of each stored projection, by path.
+
+    A fused one has the ranks of all its parts: their A one below the other, and their B in blocks, 0 elsewhere.
+    """
+    paths_of: dict[str, list[str]] = {}
+    for path in dict.fromkeys(name.partition(".lora_")[0] for name in adapters):
+        rule = forms.rule_of(f"{path}.weight")
+        stored = path if rule is None else rule.name(f"{path}.weight").removesuffix(".weight")
+        paths_of.setdefault(stored, []).append(path)
+    found = {}
+    for stored, paths in paths_of.items():
+        ups, downs = ([adapters[f"{path}.lora_{letter}.weight"] for path in paths] for letter in "AB")
+        down = torch.block_diag(*downs)
+        if (rule := forms.rule_of(f"{paths[0]}.weight")) is not None:
+            parts = dict(zip(paths, down.split([len(one) for one in downs]), strict=True))
+            # Parts without an adapter stay 0.
+            down = torch.zeros_like(rule.put(f"{paths[0]}.weight", parts[paths[0]], None))
+            for path, part in parts.items():
+                down = rule.put(f"{path}.weight", part, down)
+        found[stored] = torch.cat(ups), down
+    return found
