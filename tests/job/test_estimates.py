@@ -7,11 +7,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.config.config import load_config
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
-from spmdrl.engines.models.make_model import decoder_config, make_model_folder
+from spmdrl.engines.generation.native.native_engine import NativeEngine
+from spmdrl.engines.generation.protocol import Request
+from spmdrl.engines.models.make_model import RandomWeights, decoder_config, make_model_folder
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making
@@ -45,8 +48,52 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
     assert num_elements / 8 * 4 <= part["update_weights"] < num_elements / 8 * 4 * 1.1
     assert part["reference_weights"] * 2 == part["update_weights"]
     assert part["generation_weights"] == 2 * num_elements
-    # One replica per rank: an eighth of the rows, and half the bytes per number.
-    assert part["kv_cache"] * 16 == whole["kv_cache"]
+    # One replica per rank: an eighth of the rows beside the block for padding, and half the bytes per number.
+    block_bytes = 2 * 2 * 32 * 16 * 4
+    assert (part["kv_cache"] * 2 - block_bytes) * 8 == whole["kv_cache"] - block_bytes
+
+
+STATES = {
+    "qwen3": "KV cache, one of each for padding: 23 blocks of 32 positions (368 KiB)",
+    "gemma3_text": "32 positions in windows of 20 (",
+    "qwen3_5_text": "9 slots of recurrent states (",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, "") for family in STATES),
+        *(("qwen3_5_text", one) for one in ("max_running_rows: 4", "kv_cache_gib: 0.02")),
+    ],
+)
+def test_the_engine_allots_the_planned_cache_and_runs_the_longest_rows_at_once_in_it(family, settings):
+    sizes = ", sliding_window: 20" if family == "gemma3_text" else ""
+    make = f"model_type: {family}, num_hidden_layers: 4, hidden_size: 32, intermediate_size: 48{sizes}"
+    checked = checked_for(
+        LaunchEnvironment(), f"model.make={{{make}}}", "data.max_prompt_length=60",
+        f"rollout={{prompts_per_step: 2, num_generations: 3, max_completion_length: 40, {settings}}}",
+    )  # fmt: skip
+    decoder, rollout = decoder_config(checked.config.model.make), checked.config.rollout
+    engine = NativeEngine(decoder, rollout, torch.device("cpu"), torch.float32)
+    weights = RandomWeights(decoder, seed=0)
+    engine.load_weights((name, weights(name)) for name in engine.weight_shapes())
+    engine.wake_cache()
+    rows = [(0, 1, 2), (3, 4, 5)]
+    engine.submit([Request(own, (5 + own[0],) * 60, own, rollout.sampling(())) for own in rows])
+    planned = rank_bytes(checked, {POLICY: decoder}, LaunchEnvironment(), "cpu")["kv_cache"]
+    assert engine.memory_bytes()["kv_cache"] == planned
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert engine.memory_bytes()["kv_cache"] == planned
+    if not settings:
+        # Two tokens in the first step, and no row waits or starts anew.
+        assert num_steps == 39
+        with source_without_making(checked.config) as source:
+            lines = list(estimate_lines(checked, prepare(checked, source), LaunchEnvironment(), "cpu"))
+        assert STATES[family] in lines[2]
 
 
 def test_a_reference_with_a_layout_of_its_own_holds_what_that_leaves_it():
@@ -128,8 +175,8 @@ def test_the_lines_have_the_products_and_quotients_that_people_work_out_by_hand(
     with source_without_making(checked.config) as source:
         prepared = prepare(checked, source)
         lines = list(estimate_lines(checked, prepared, launch, "cpu"))
-    assert "a step: 8 prompts x 4 responses = 32 samples, at most 384 tokens (4.0 of a prompt on average" in lines[3]
-    assert "the run: 10 steps, 80 prompts = 2 epochs of 40 rows, 320 samples, 10 optimizer steps" in lines[4]
+    assert "a step: 8 prompts x 4 responses = 32 samples, at most 384 tokens (4.0 of a prompt on average" in lines[4]
+    assert "the run: 10 steps, 80 prompts = 2 epochs of 40 rows, 320 samples, 10 optimizer steps" in lines[5]
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_a_prompt_has_one():

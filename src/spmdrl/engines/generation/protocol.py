@@ -229,8 +229,8 @@ class GenerationEngine(AnsweringEngine, Protocol):
         """Free weights and KV cache. Raises RuntimeError while rows are unfinished."""
         ...
 
-    def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
-        """Return the bytes of this rank's KV cache for this many rows of this many tokens, asleep or awake."""
+    def cache_bytes_for(self, *, num_groups: int, group_size: int, num_tokens: int) -> int:
+        """Return the bytes of this rank's KV cache for groups of rows of this many tokens, asleep or awake."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:

@@ -176,7 +176,7 @@ class VllmEngine:
             "kv_cache": self._cache_bytes * (self._cache_awake or self._on_cpu),
         }
 
-    def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
+    def cache_bytes_for(self, *, num_groups: int, group_size: int, num_tokens: int) -> int:
         """Return the fixed size, set when vLLM started."""
         return self._cache_bytes
 

@@ -40,6 +40,14 @@ class Replica:
         return range(self.mesh.replica, num_prompts, len(self.mesh.replicas))
 
 
+def groups_at_once(config: Config, num_groups: int, group_size: int) -> dict[str, int]:
+    """Return the number and size of groups of rows of which an engine computes the first tokens once."""
+    if config.rollout.partial_max_rounds > 1 or config.environment.function is not None:
+        # Rows that continue have first tokens of their own.
+        num_groups, group_size = num_groups * group_size, 1
+    return {"num_groups": num_groups, "group_size": group_size}
+
+
 def build_replica(config: Config, source: ModelSource, world: World, layout: GenerationLayout) -> Replica:
     """Build the mesh of a checked layout and this rank's engine, asleep. Collective over all ranks."""
     is_vllm = generation_engine_name(config.rollout, world.device.kind) == "vllm"

@@ -15,7 +15,7 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.model.replica import Replica
+from spmdrl.job.model.replica import Replica, groups_at_once
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.resources.collectives import max_over
@@ -47,7 +47,7 @@ def state_bytes(
     """Return this rank's bytes without a swap."""
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     group_size = config.rollout.num_generations
-    rows_each = group_size * most_groups_each(-(-num_rows // group_size), len(replica.mesh.replicas))
+    groups_each = most_groups_each(-(-num_rows // group_size), len(replica.mesh.replicas))
     policy, engine, dtype = trainers[POLICY], replica.engine, compute_dtype(config.model, world.device.kind)
     has_adapters = any(map(is_adapter, engine.weight_shapes()))
 
@@ -59,7 +59,9 @@ def state_bytes(
         gradients=max(_weight_bytes(one, one.updates) for role, one in trainers.items() if role.is_trained),
         generation_weights=_generation_bytes(engine, dtype, lambda name: not is_kept(name)),
         kept=_generation_bytes(engine, dtype, is_kept),
-        kv_cache=engine.cache_bytes_for(rows_each, min(row_tokens, policy.config.max_positions)),
+        kv_cache=engine.cache_bytes_for(
+            **groups_at_once(config, groups_each, group_size), num_tokens=min(row_tokens, policy.config.max_positions)
+        ),
         bucket=config.reshard.bucket_bytes,
         program=_PROGRAM_BYTES if world.device.is_cpu else 0,
     )

@@ -13,11 +13,13 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 )
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.native.paged import block_bytes_of
-from spmdrl.engines.generation.native.row_memory import bytes_of_rows
+from spmdrl.engines.generation.native.row_memory import bytes_of
+from spmdrl.engines.generation.native.scheduler import planned_blocks
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
-from spmdrl.job.model.replica import generation_engine_name
+from spmdrl.engines.models.mixers import StateKind
+from spmdrl.job.model.replica import generation_engine_name, groups_at_once
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared
@@ -60,7 +62,7 @@ def rank_bytes(
         held[role.optimizer] = num_trained * _OPTIMIZER_BYTES
     if checked.offline is None or (checked.verb == "sft" and checked.eval_rows):
         held["generation_weights"] = _most_elements(_generated(checked, policy, launch, device_kind)) * computed
-        held["kv_cache"] = _cache_bytes(checked, policy, launch.world_size, device_kind)
+        held["kv_cache"] = bytes_of(*_cache_blocks(checked, policy, launch.world_size, device_kind))
     return held
 
 
@@ -92,20 +94,33 @@ def _most_elements(
     return max(sum(box.num_elements for box in slices if of(box.name)) for slices in slices_of_ranks)
 
 
-def _cache_bytes(checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, device_kind: str) -> int:
+def _cache_blocks(
+    checked: CheckedRun, decoder: DecoderConfig, num_ranks: int, device_kind: str
+) -> tuple[list[int], dict[StateKind, int]]:
+    """Return the blocks of each kind of state on the fullest rank, and the bytes of one."""
     config, rollout, layout = checked.config, checked.config.rollout, checked.config.resources.generation
-    if rollout.kv_cache_gib is not None:
-        return int(rollout.kv_cache_gib * 2**30)
     dtype = compute_dtype(config.model, device_kind)
     states = [mixer.state(layout.tensor) for mixer in decoder.mixers]
     block_bytes = block_bytes_of(states, rollout.block_size, dtype)
     num_tokens = min(config.data.max_prompt_length + rollout.max_completion_length, decoder.max_positions)
-    num_prompts, num_samples = rollout.prompts_per_step + rollout.extra_prompts, rollout.num_generations
-    if checked.offline is not None or not checked.train_rows:
-        num_prompts, num_samples = sum(len(part.rows) for part in checked.eval_rows), config.eval.num_samples
-    most_groups = most_groups_each(num_prompts, num_ranks // layout.tensor)
-    rows_each = min(most_groups * num_samples, rollout.max_running_rows)
-    return bytes_of_rows(rows_each, num_tokens, block_bytes, rollout)
+    num_replicas = num_ranks // layout.tensor
+    num_held_out = sum(len(part.rows) for part in checked.eval_rows)
+    num_held_out = min(num_held_out, config.eval.max_rows or num_held_out)
+    batches = [(-(-num_held_out // num_replicas), config.eval.num_samples)] if num_held_out else []
+    if checked.offline is None and checked.train_rows:
+        num_prompts = rollout.prompts_per_step + rollout.extra_prompts
+        batches.append((most_groups_each(num_prompts, num_replicas), rollout.num_generations))
+    plans = [
+        planned_blocks(block_bytes, rollout, **groups_at_once(config, *batch), num_tokens=num_tokens)
+        for batch in batches
+    ]
+    return max(plans, key=lambda blocks: bytes_of(blocks, block_bytes)), block_bytes
+
+
+def _noun(kind: StateKind, block_size: int) -> str:
+    if kind.is_slot:
+        return "slots of recurrent states"
+    return f"blocks of {block_size} positions" + ("" if kind.window is None else f" in windows of {kind.window}")
 
 
 def needed_bytes(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironment, device_kind: str) -> int:
@@ -145,6 +160,13 @@ def estimate_lines(
     yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}{lora}"
     named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
     yield "bytes per rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
+    if "kv_cache" in owners:
+        blocks, sizes = _cache_blocks(checked, decoders[POLICY], launch.world_size, device_kind)
+        pools = (
+            f"{num} {_noun(kind, rollout.block_size)} ({bytes_text(num * size)})"
+            for num, (kind, size) in zip(blocks, sizes.items(), strict=True)
+        )
+        yield f"KV cache, one of each for padding: {', '.join(pools)}"
     updating, generating = _phases(owners, checked, prepared, launch, device_kind)
     yield (
         f"together: {bytes_text(updating)} to update, {bytes_text(generating)} to generate; weights, gradients and "

@@ -17,10 +17,11 @@ from spmdrl.engines.generation.native.fixed_step import FixedStep
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.generation.native.paged import affordable_bytes
-from spmdrl.engines.generation.native.row_memory import blocks_within, bytes_of_rows
+from spmdrl.engines.generation.native.row_memory import blocks_within, bytes_of
 from spmdrl.engines.generation.native.row_steps import Lockstep, RowSteps
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, check_request
 from spmdrl.engines.generation.native.sampling import RowDrawer
+from spmdrl.engines.generation.native.scheduler import planned_blocks
 from spmdrl.engines.generation.native.step_pipeline import StepPipeline
 from spmdrl.engines.generation.protocol import Decode, Request, Response, all_weights
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -173,11 +174,12 @@ class NativeEngine:
         self._weights.sleep()
         self._drawer.forget()
 
-    def cache_bytes_for(self, num_rows: int, num_tokens: int) -> int:
-        if self._rollout.kv_cache_gib is not None:
-            return int(self._rollout.kv_cache_gib * 2**30)
-        num_rows = min(num_rows, self._rollout.max_running_rows)
-        return bytes_of_rows(num_rows, num_tokens, self._cache.block_bytes, self._rollout)
+    def cache_bytes_for(self, *, num_groups: int, group_size: int, num_tokens: int) -> int:
+        sizes = self._cache.block_bytes
+        blocks = planned_blocks(
+            sizes, self._rollout, num_groups=num_groups, group_size=group_size, num_tokens=num_tokens
+        )
+        return bytes_of(blocks, sizes)
 
     def memory_bytes(self) -> dict[str, int]:
         held = {"generation_weights": self._weights.num_bytes, "kv_cache": self._cache.num_bytes}

@@ -120,18 +120,16 @@ def blocks_within(budget: tuple[int, str], block_bytes: Mapping[StateKind, int],
     if has_full:
         found[0] = left // sizes[0]
     if min(found) < 2:
+        least = max(2 * sum(sizes), (prompt_bytes + row_bytes) * (1 + has_full))
         raise ValueError(
-            f"{source} leaves {budget_bytes} bytes for the KV cache, but 2 blocks take {2 * sum(sizes)}; raise "
-            "it or use fewer layers or smaller heads"
+            f"{source} leaves {budget_bytes} bytes for the KV cache, but the least is {least}; raise it or use fewer "
+            "layers or smaller heads"
         )
     return found
 
 
-def bytes_of_rows(num_rows: int, num_tokens: int, block_bytes: Mapping[StateKind, int], rollout: RolloutConfig) -> int:
-    """Return the bytes of the blocks of so many rows of so many tokens."""
-    # One more each, as a row may have to copy the block that it shares with its siblings, or the slot.
-    held = BlockCounts.of(list(block_bytes), rollout).held(num_tokens)
-    return num_rows * sum((count + 1) * size for count, size in zip(held, block_bytes.values(), strict=True))
+def bytes_of(blocks: Counts, block_bytes: Mapping[StateKind, int]) -> int:
+    return sum(count * size for count, size in zip(blocks, block_bytes.values(), strict=True))
 
 
 def num_positions(request: Request) -> int:

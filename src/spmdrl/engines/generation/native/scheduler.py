@@ -15,15 +15,23 @@ Ranks of one engine decide identically: decisions depend on nothing but the call
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, BlockPool, PrefixCache
-from spmdrl.engines.generation.native.row_memory import BlockCopies, BlockCounts, Counts, RowMemory, added, fits
+from spmdrl.engines.generation.native.row_memory import (
+    BlockCopies,
+    BlockCounts,
+    Counts,
+    RowMemory,
+    added,
+    blocks_within,
+    fits,
+)
 from spmdrl.engines.generation.native.running_rows import Admission, Branch, Chunk, Group, Row, Tables, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.mixers import StateKind
-from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -288,6 +296,26 @@ class Scheduler:
                 f"has {_numbers(usable)}; "
                 "raise rollout.kv_cache_gib or rollout.gpu_memory_utilization, or lower rollout.max_completion_length"
             )
+
+
+def planned_blocks(
+    block_bytes: Mapping[StateKind, int], rollout: RolloutConfig, *, num_groups: int, group_size: int, num_tokens: int
+) -> Counts:  # fmt: skip
+    """Return the blocks of each kind that an engine allots to groups of new rows, submitted at once.
+
+    Each row may have `num_tokens`, of which the response takes all that it may have.
+    """
+    gib = rollout.kv_cache_gib
+    budget_bytes = 1 << 60 if gib is None else int(gib * 2**30)
+    most = blocks_within((budget_bytes, f"rollout.kv_cache_gib {gib}"), block_bytes, rollout)
+    if gib is not None:
+        return most
+    num_prompt = max(1, num_tokens - rollout.max_completion_length)
+    sampling = SamplingParams(max_tokens=num_tokens - num_prompt)
+    request = Request(tuple(range(group_size)), (0,) * num_prompt, (0,) * group_size, sampling)
+    memory = RowMemory(tuple(block_bytes), [1] * len(block_bytes), rollout.block_size)
+    wanted = Scheduler(memory, rollout).blocks_wanted([request] * min(num_groups, rollout.max_running_rows))
+    return list(map(min, wanted, most))
 
 
 def _begin_branch(rows: list[Row], tables: Tables) -> None:
