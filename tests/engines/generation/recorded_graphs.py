@@ -20,7 +20,7 @@ Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 def run_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the CPU run PyTorch's operations alone: those of its library can't be recorded."""
     monkeypatch.setitem(TABLE["paged_attention"], "cpu", lambda *arguments: plain.paged_attention(*arguments))
-    for name in ("rms_norm", "rotate", "swiglu"):
+    for name in ("rms_norm", "rotate", "swiglu", "conv_step", "gated_delta_step"):
         monkeypatch.setitem(TABLE[name], "cpu", getattr(plain, name))
 
 

@@ -95,16 +95,34 @@ def test_every_schedule(how: str, sampling: SamplingParams, captures: list[Recor
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    "family", [name for name, config in FAMILIES.items() if not (config.moe or config.window or config.delta)]
-)
-def test_every_dense_family_with_full_attention(family: str) -> None:
-    rollout = TunedRollout(block_size=4)
+@pytest.mark.parametrize("family", [name for name, config in FAMILIES.items() if config.moe is None])
+def test_every_dense_family(family: str) -> None:
+    # Rows wait for slots and blocks that others leave.
+    rollout = TunedRollout(block_size=4, max_running_rows=4)
     expected, found = (
         run(filled(engine_of(rollout, FAMILIES[family], graphs=graphs)), requests_with(SAMPLED))
         for graphs in (False, True)
     )
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_rows_of_windows_and_slots_are_preempted_and_run_ahead(family: str) -> None:
+    config, schedule = FAMILIES[family], SCHEDULES["preempted"]
+    expected, found = (
+        responses_of(
+            filled(engine_of(rollout_of(config, schedule, 1), config, graphs=graphs)), schedule, requests_with(SAMPLED)
+        )
+        for graphs in (False, True)
+    )
+    assert_same(found, expected)
+
+
+def test_full_slots_do_not_keep_steps_from_running_ahead() -> None:
+    engine = filled(engine_of(TunedRollout(block_size=4, max_running_rows=3), FAMILIES["qwen3_5_text"]))
+    engine.submit([request(prompt_of(5), [0, 1, 2], GREEDY)])
+    engine.step(), engine.step()
+    assert len(engine._steps.scheduler.running) == 3 and engine._pipeline.num_started == 1
 
 
 def test_rows_leave_through_every_padded_size() -> None:

@@ -21,7 +21,7 @@ from spmdrl.engines.generation.native.sampling import RowSampling, SamplingKinds
 from spmdrl.engines.models.layers import Mix
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 
-# Columns of a step's integers; a row's block table follows them.
+# Columns of a step's integers; a row's tables, one of each kind of state, follow them.
 _GIVEN, _SOURCE, _LENGTH, _TABLE = range(4)
 _NONE = -1
 _LEAST_WIDTH = 16
@@ -34,7 +34,7 @@ class StepShape:
 
     num_rows: int
     width: int
-    """Number of blocks in a table."""
+    """Number of blocks in a table that grows."""
     sampling: SamplingKinds
 
 
@@ -64,22 +64,25 @@ class FedRow:
 class StepIntegers:
     """A step's integers, written on the host; kept between steps, since most tables don't change."""
 
-    def __init__(self, max_rows: int, width: int):
-        self._integers = torch.zeros((padded_rows(max_rows), _TABLE + width), dtype=torch.int32)
+    def __init__(self, max_rows: int, widths: Sequence[int]):
+        """Take the widths of a row's tables."""
+        self._integers = torch.zeros((padded_rows(max_rows), _TABLE + sum(widths)), dtype=torch.int32)
         self._numbers = self._integers.numpy()
-        self._written: list[tuple[Row, int, int] | None] = [None] * len(self._integers)
-        """Row of each place, with the length and last block of its table; None for padding."""
+        self._starts = [_TABLE + sum(widths[:place]) for place in range(len(widths))]
+        self._written: list[tuple[Row, list[tuple[int, int]]] | None] = [None] * len(self._integers)
+        """Row of each place, with the length and last block of its tables; None for padding."""
 
     def fill(self, rows: Sequence[FedRow], num_rows: int) -> Tensor:
         """Write integers [B, 3 + C] of these rows, valid until the next call; padding writes into the scratch block."""
         numbers, fed = self._numbers, [row.row for row in rows]
         for place, row in enumerate(fed):
-            [table] = row.tables
-            written = (row, len(table), table[-1])
-            # A table changes at its end only: it gets another block, or a copy of the last one.
+            written = (row, [(len(table), table[-1]) for table in row.tables])
+            # A table changes at its end only: it gets another block, or a copy of the last one. Blocks that a window
+            # has left aren't read.
             if written != self._written[place]:
-                numbers[place, _TABLE : _TABLE + len(table)] = table
-                numbers[place, _TABLE + len(table) :] = SCRATCH_BLOCK
+                numbers[place, _TABLE:] = SCRATCH_BLOCK
+                for start, table in zip(self._starts, row.tables, strict=True):
+                    numbers[place, start : start + len(table)] = table
                 self._written[place] = written
         for place in range(len(rows), num_rows):
             if self._written[place] is not None:
@@ -103,9 +106,9 @@ class _Buffers:
     sampling: RowSampling
 
     @classmethod
-    def of(cls, num_rows: int, width: int, device: torch.device) -> _Buffers:
+    def of(cls, num_rows: int, num_columns: int, device: torch.device) -> _Buffers:
         return cls(
-            torch.zeros(num_rows * (_TABLE + width), dtype=torch.int32, device=device),
+            torch.zeros(num_rows * num_columns, dtype=torch.int32, device=device),
             torch.zeros(num_rows, dtype=torch.int64, device=device),
             torch.zeros(num_rows, dtype=torch.float32, device=device),
             RowSampling.of_rows([0] * num_rows, [SamplingParams()] * num_rows, device),
@@ -133,7 +136,7 @@ class FixedStep:
         self._cache = cache
         self._max_rows = padded_rows(max_rows)
         self.width = 0
-        """Blocks per table that the memory has room for."""
+        """Blocks per growing table that the memory has room for."""
         self._device = device
         self._never = never
         self._held: _Buffers | None = None
@@ -156,8 +159,13 @@ class FixedStep:
         """Allocate for tables of `width` blocks; returns True if addresses changed, which loses all contents."""
         if self._held is not None and width <= self.width:
             return False
-        self._held, self.width = _Buffers.of(self._max_rows, width, self._device), width
+        num_columns = _TABLE + sum(self.widths(width))
+        self._held, self.width = _Buffers.of(self._max_rows, num_columns, self._device), width
         return True
+
+    def widths(self, width: int) -> list[int]:
+        """Return the widths of a row's tables, of which those of blocks have `width`."""
+        return [1 if kind.is_slot else width for kind in self._cache.kinds]
 
     def release(self) -> None:
         """Free the memory."""
@@ -174,12 +182,13 @@ class FixedStep:
 
     def __call__(self, shape: StepShape) -> None:
         """Run on the fed input; fills the first rows of `drawn`."""
-        num_rows, integers = shape.num_rows, self._integers(shape.num_rows, _TABLE + shape.width)
+        num_rows, widths = shape.num_rows, self.widths(shape.width)
+        integers = self._integers(num_rows, _TABLE + sum(widths))
         tokens_B, logprobs_B = (values[:num_rows] for values in self.drawn)
         source_B, lengths_B = (integers[:, column].to(torch.int64) for column in (_SOURCE, _LENGTH))
         drawn_before_B = self._buffers.tokens_B[source_B.clamp(min=0)]
         fed_B = torch.where(source_B == _NONE, integers[:, _GIVEN].to(torch.int64), drawn_before_B)
-        attend = DecodeAttention(self._cache, [integers[:, _TABLE:]], integers[:, _LENGTH])
+        attend = DecodeAttention(self._cache, integers[:, _TABLE:].split(widths, dim=1), integers[:, _LENGTH])
         logits_BV = self._logits(fed_B, lengths_B - 1, attend).float()
         columns = (column[:num_rows] for column in self._buffers.sampling.columns)
         drawn = draw(logits_BV, lengths_B, RowSampling(shape.sampling, *columns), self._never)

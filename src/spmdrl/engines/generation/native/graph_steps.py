@@ -128,8 +128,6 @@ def _why_no_graphs(
     """Return why a decoder's steps can't be captured here, or None if they can."""
     if device.type not in CAPTURES:
         return f"graphs are captured on {' and '.join(CAPTURES)} alone, and the device is {device.type}"
-    if config.window is not None or config.delta is not None:
-        return "the model has layers with a window or a recurrent state, whose blocks move between steps"
     if config.moe is not None:
         return "the model is sparse, and the sizes of its experts' products depend on the tokens"
     if layout.tensor > 1:

@@ -51,9 +51,9 @@ class BlockCounts:
     def _held(self, kind: StateKind, num_positions: int, num_new: int) -> int:
         if kind.is_slot:
             return 1
-        blocks = self._of(num_positions)
+        blocks = self.table_length(num_positions)
         # The oldest position that is seen, and the newest one, may lie anywhere in their blocks.
-        return blocks if kind.window is None else min(blocks, self._of(kind.window + num_new) + 1)
+        return blocks if kind.window is None else min(blocks, self.table_length(kind.window + num_new) + 1)
 
     def of_group(self, group: Group) -> Counts:
         """Return the blocks that a group takes for its first tokens."""
@@ -71,7 +71,7 @@ class BlockCounts:
         counts = self.held(positions)
         for place, kind in enumerate(self.kinds):
             if not kind.is_slot:
-                grown = 0 if positions == group.length else self._of(positions) - whole
+                grown = 0 if positions == group.length else self.table_length(positions) - whole
                 counts[place] = min(grown, counts[place]) if kind.window is not None else grown
         return counts
 
@@ -90,9 +90,9 @@ class BlockCounts:
         positions = num_positions(row.request)
         # A row that may leave a branch, and is fed then, copies a block even if it takes no others.
         may_leave = not row.is_first and row.length < positions
-        return may_leave or len(row.tables[place]) < self._of(positions)
+        return may_leave or len(row.tables[place]) < self.table_length(positions)
 
-    def _of(self, num_positions: int) -> int:
+    def table_length(self, num_positions: int) -> int:
         return -(-num_positions // self.size)
 
 
@@ -152,6 +152,13 @@ class RowMemory:
     @property
     def num_free(self) -> Counts:
         return [pool.num_free for pool in self.pools]
+
+    @property
+    def num_free_to_grow(self) -> int:
+        """Free blocks of the scarcest kind that running rows take more of."""
+        return min(
+            (pool.num_free for kind, pool in zip(self.kinds, self.pools, strict=True) if not kind.is_slot), default=0
+        )
 
     def grow(self, num_blocks: Sequence[int]) -> None:
         """Add free blocks until there are so many."""

@@ -157,7 +157,7 @@ class RowSteps:
         """Start a step of the rows that continue, then read the previous step's tokens."""
         responses = []
         # Rows may be preempted, which needs all of their tokens.
-        if min(self._memory.num_free) < len(self.scheduler.running):
+        if self._memory.num_free_to_grow < len(self.scheduler.running):
             responses += self._read(pipeline, num_left=0)
         self._make_room()
         rows = self.scheduler.going_on()

@@ -27,6 +27,7 @@ from spmdrl.engines.generation.native.row_memory import (
     added,
     blocks_within,
     fits,
+    num_positions,
 )
 from spmdrl.engines.generation.native.running_rows import Admission, Branch, Chunk, Group, Row, Tables, groups_of
 from spmdrl.engines.generation.protocol import Request, Response
@@ -180,9 +181,9 @@ class Scheduler:
         return [row for row in self.running.values() if not row.is_full]
 
     def widest_table(self) -> int:
-        """Return the most blocks that any running row can take."""
+        """Return the length of the longest table that any running row can have."""
         requests = {id(row.request): row.request for row in self.running.values()}
-        return max(self._counts.most(request)[0] for request in requests.values())
+        return max(self._counts.table_length(num_positions(request)) for request in requests.values())
 
     def finish(self, row: Row) -> None:
         """Forget a running row and free the blocks that it alone held."""

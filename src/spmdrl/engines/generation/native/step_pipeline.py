@@ -49,7 +49,7 @@ class StepPipeline:
     def __init__(self, step: FixedStep, device: torch.device, drawer: RowDrawer, max_rows: int):
         self._step = step
         self._max_rows = max_rows
-        self._integers = StepIntegers(0, 0)
+        self._integers = StepIntegers(0, ())
         self._graphs = GraphSteps(device, step)
         self._device = device
         self._drawer = drawer
@@ -113,7 +113,7 @@ class StepPipeline:
         self.drop()
         self.forget()
         self._step.release()
-        self._sampling, self._integers = None, StepIntegers(0, 0)
+        self._sampling, self._integers = None, StepIntegers(0, ())
 
     def _prepare(self, shape: StepShape, largest: StepShape) -> None:
         """Capture the shape, and before it the largest that can follow."""
@@ -133,7 +133,7 @@ class StepPipeline:
         drawn = [values.clone() for values in self._step.drawn] if self._started else []
         if self._step.make_room(width):
             self._graphs.forget()
-            self._sampling, self._integers = None, StepIntegers(self._max_rows, width)
+            self._sampling, self._integers = None, StepIntegers(self._max_rows, self._step.widths(width))
             for own, values in zip(self._step.drawn, drawn, strict=False):
                 own.copy_(values)
 
