@@ -81,10 +81,10 @@ class UnevenWeights:
 
     def read(self, wanted: WeightSlice) -> Tensor:
         """One slice, of weights that depend on their names alone."""
-        if len(wanted.shape) > 1:
+        if len(wanted.shape) > 1 and not wanted.name.endswith("bias"):
             gain = next((gain for module, gain in _GAINS.items() if module in wanted.name), 1.0)
             return self._weights.read(wanted) * gain
         whole = self._weights.read(whole_slice(wanted.name, self._weights.shape(wanted.name)))
         seed = int.from_bytes(hashlib.sha256(wanted.name.encode()).digest()[:4], "little")
         whole += 0.2 * torch.randn(whole.shape, generator=torch.Generator().manual_seed(seed))
-        return whole[wanted.starts[0] : wanted.stops[0]]
+        return whole[wanted.index_within(whole_slice(wanted.name, whole.shape))]

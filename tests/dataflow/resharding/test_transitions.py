@@ -16,18 +16,18 @@ from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import Executor, ReshardConfig
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.resources.memory import MemoryLedger
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh, build_update_mesh
 from spmdrl.resources.world import World
+from tests.bench.layouts.layout_cases import UnevenWeights
 from tests.support.ranks import run_ranks
 
 # Heads for 2, 3 and 4 tensor ranks, and a vocabulary that none of these divides. Sparse ones share their key heads.
@@ -68,7 +68,26 @@ LATENT = replace(
     moe=replace(MOE.moe, scoring="sigmoid", num_shared_experts=1),
     latent=LatentConfig(query_rank=7, key_value_rank=5, plain_size=4, rotary_size=2, value_size=3),
 )
-MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT}
+# Delta nets and attention both have fewer key heads than four tensor ranks.
+HYBRID = replace(
+    MOE,
+    model_type="qwen3_5_text",
+    moe=None,
+    rotary_size=2,
+    attention_gate=True,
+    norm_adds_one=True,
+    delta=DeltaSizes((0, 2), num_key_heads=2, num_value_heads=8, key_size=4, value_size=3, conv_width=3),
+)
+SINKS = replace(
+    MOE,
+    model_type="gpt_oss",
+    qk_norm=False,
+    attention_bias=True,
+    attention_sinks=True,
+    window=WindowConfig(5, layers=(0, 2)),
+    moe=replace(MOE.moe, dense_layers=(), bias=True, clamp=ClampedGate(7.0, 1.702)),
+)
+MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT, "hybrid": HYBRID, "sinks": SINKS}
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,8 @@ ON_2_RANKS = [
         [GenerationLayout(), GenerationLayout(2), GenerationLayout(expert=2), GenerationLayout(2, expert=2)],
     ),
     Transitions("latent", [UpdateLayout(expert=2)], [GenerationLayout(2), GenerationLayout(expert=2)]),
+    Transitions("hybrid", [UpdateLayout(), fixed(tensor=2)], [GenerationLayout(), GenerationLayout(2)]),
+    Transitions("sinks", [UpdateLayout(expert=2), fixed(tensor=2)], [GenerationLayout(2), GenerationLayout(expert=2)]),
 ]
 ON_4_RANKS = [
     Transitions(
@@ -121,6 +142,16 @@ ON_4_RANKS = [
         ],
     ),
     Transitions("latent", [UpdateLayout(expert=2, tensor=2)], [GenerationLayout(4), GenerationLayout(2, expert=4)]),
+    Transitions(
+        "hybrid",
+        [UpdateLayout(), fixed(tensor=4), fixed(pipeline=2, tensor=2), UpdateLayout(context=2), fixed(pipeline=4)],
+        [GenerationLayout(), GenerationLayout(2), GenerationLayout(2, tensor_stride=2), GenerationLayout(4)],
+    ),
+    Transitions(
+        "sinks",
+        [UpdateLayout(expert=4), UpdateLayout(expert=2, tensor=2), fixed(tensor=4), fixed(pipeline=4)],
+        [GenerationLayout(4), GenerationLayout(expert=4), GenerationLayout(2, expert=4)],
+    ),
 ]
 ON_6_RANKS = [
     Transitions(
@@ -211,14 +242,11 @@ def switch_between(world: World, transitions: Transitions, executor: Executor) -
     return answered
 
 
-class StrongWeights:
-    """Random weights, larger than usual, so that the next token depends on those before."""
-
-    def __init__(self, config: DecoderConfig):
-        self._weights = RandomWeights(config, seed=0)
+class StrongWeights(UnevenWeights):
+    """Uneven weights with larger matrices, so that the next token depends on those before."""
 
     def read(self, wanted: WeightSlice) -> Tensor:
-        return 4 * self._weights.read(wanted)
+        return super().read(wanted) * (4 if len(wanted.shape) > 1 else 1)
 
 
 class Switch:
