@@ -1,11 +1,12 @@
-"""Each algorithm trained from one checkpoint on a task of a minute, with held-out accuracy before and after.
+"""Each algorithm and model family trained on a task of a minute, with held-out accuracy before and after.
 
 The task is addition, the model of 1.0M parameters made by code, and the checkpoint a supervised start of about half
 the answers right. All algorithms have the same prompts, responses and updates, and the values of their papers. A run
 is a job of `spmdrl train`; one that has finished in --work isn't run again. An interval is of 95%, around the accuracy
 after; six algorithms must improve by more than its whole width, and a student must reach 95% of the accuracy of its
 teacher, the first run of gspo. The verbs `preferences` and `reward-model` learn from pairs of a right and a wrong sum,
-and must order more than 90% of the held-out pairs.
+and must order more than 90% of the held-out pairs. Model families begin with random weights on two ranks, have a
+supervised start of their own and learn by partial rollout; all must improve as the six algorithms must.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from spmdrl.runtime.screen import show
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.learning.learning_plot import curves_svg
 from tests.bench.learning.learning_runs import LearningCurve, curve_of, held_out_accuracies
-from tests.bench.learning.recipes import NUM_HELD_OUT, PAIR_VERBS, TEACHER, recipe_of
+from tests.bench.learning.recipes import FAMILIES, NUM_HELD_OUT, PAIR_VERBS, TEACHER, recipe_of
 
-CHIEF = ("ppo", "dapo", "pf_ppo", "rloo", "gspo", "online_dpo")
-"""the algorithms that have three seeds by default, and must improve"""
+CHIEF = ("ppo", "dapo", "pf_ppo", "rloo", "gspo", "online_dpo", *FAMILIES)
+"""the algorithms and families that have three seeds by default, and must improve"""
 SHARE_OF_TEACHER = 0.95
 """of a teacher's accuracy, what its student must reach"""
 ENOUGH_PAIRS = 0.9
 """of the held-out pairs, what a verb that learns from pairs must order rightly"""
-_NAMES = [*(config.name for config in ALGORITHMS), *PAIR_VERBS]
+_NAMES = [*(config.name for config in ALGORITHMS), *PAIR_VERBS, *FAMILIES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

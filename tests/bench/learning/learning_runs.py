@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from spmdrl.observability.log import read_metrics
 from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 from tests.bench.harness.train_runs import run_verb, words_of
-from tests.bench.learning.recipes import PAIR_VERBS, SHARED, START, TEACHER, Settings, recipe_of
+from tests.bench.learning.recipes import (
+    FAMILIES,
+    PAIR_VERBS,
+    QUICKSTART,
+    SHARED,
+    START,
+    TEACHER,
+    Settings,
+    recipe_of,
+)
 
 START_FOLDER = "start"
 _EVALUATIONS_OF_A_RUN = 5
@@ -46,9 +56,13 @@ class LearningCurve:
 def curve_of(algorithm: str, seed: int, *, work: Path, num_steps: int) -> LearningCurve:
     """Train from the work folder's checkpoint, unless that has been done. Raises RuntimeError if a run fails.
 
-    In place of an algorithm it may be a verb that learns from pairs, which makes steps of its own number.
+    In place of an algorithm it may be a verb that learns from pairs, which makes steps of its own number, or a model
+    family, which makes quickstart's from nothing.
     """
     folder = work / f"{algorithm}-{seed}"
+    if algorithm in FAMILIES:
+        finish("train", folder, {**FAMILIES[algorithm], "seed": seed}, configs=[QUICKSTART], num_ranks=2)
+        return LearningCurve(algorithm, seed, held_out_accuracies(folder))
     finish("sft", work / START_FOLDER, START)
     if algorithm in PAIR_VERBS:
         finish(algorithm, folder, {**PAIR_VERBS[algorithm], "model.path": work / START_FOLDER, "seed": seed})
@@ -76,7 +90,7 @@ def settings_of(algorithm: str, seed: int, *, work: Path, num_steps: int) -> Set
     }
 
 
-def finish(verb: str, folder: Path, settings: Settings) -> None:
+def finish(verb: str, folder: Path, settings: Settings, *, configs: Sequence[Path] = (), num_ranks: int = 1) -> None:
     """Run a verb in this folder from its beginning, unless it has finished there with the same settings."""
     words = words_of(verb, settings, folder)
     summary = read_summary(folder)
@@ -84,7 +98,8 @@ def finish(verb: str, folder: Path, settings: Settings) -> None:
     if summary.get("verdict") == "done" and command[-len(settings) :] == words[-len(settings) :]:
         return
     # Another run that lies there is moved aside.
-    run_verb([verb, "resume=never", *words[1:]], num_ranks=1, environment={"OMP_NUM_THREADS": "1", **os.environ})
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    run_verb([verb, *map(str, configs), "resume=never", *words[1:]], num_ranks=num_ranks, environment=environment)
 
 
 def held_out_accuracies(folder: Path) -> dict[int, Estimate]:

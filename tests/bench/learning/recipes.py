@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 Settings = Mapping[str, object]
 
@@ -62,6 +63,27 @@ PAIR_VERBS: Mapping[str, Settings] = {
     },
 }
 """Verbs that learn from pairs of a right and a wrong sum, whose accuracy is that of ordering held-out pairs."""
+
+QUICKSTART = Path("configs/debug/quickstart.yaml")
+_LEARNING: Settings = _ROWS | {
+    # Responses have up to six tokens: a window of four and steps that leave the last ones unfinished cut into them.
+    "rollout.partial_max_rounds": 2,
+    "rollout.max_running_rows": 768,
+    "algo.rollout_is": "tis",
+    "eval.interval": 44,
+}
+FAMILIES: Mapping[str, Settings] = {
+    "qwen3": _LEARNING,
+    "qwen3_5_text": _LEARNING | {"model.make.model_type": "qwen3_5_text"},
+    "gpt_oss": _LEARNING
+    | {
+        "model.make.model_type": "gpt_oss",
+        "model.make.sliding_window": 4,
+        "model.make.num_experts": 4,
+        "model.make.moe_intermediate_size": 96,
+    },
+}
+"""Model families that learn quickstart's task by partial rollout on two ranks, from a supervised start of their own."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.bench.harness.train_runs import words_of
 from tests.bench.learning.algorithms_bench import add_arguments, run
 from tests.bench.learning.learning_plot import curves_svg
 from tests.bench.learning.learning_runs import LearningCurve, finish, settings_of
-from tests.bench.learning.recipes import PAIR_VERBS, RECIPES, START, Settings, recipe_of
+from tests.bench.learning.recipes import FAMILIES, PAIR_VERBS, QUICKSTART, RECIPES, START, Settings, recipe_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -157,6 +157,21 @@ def test_a_run_can_start_with_the_settings_of_every_algorithm(config: type[AlgoC
 def test_a_run_can_start_with_the_settings_of_verbs_of_pairs(verb: Verb, tmp_path: Path, tiny_model):
     _, *words = words_of(verb, {**PAIR_VERBS[verb], "model.path": tiny_model}, tmp_path / "run")
     assert check_run(load_config([], words), verb).num_steps > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_can_start_with_the_settings_of_every_family(family: str, tmp_path: Path):
+    _, *words = words_of("train", FAMILIES[family], tmp_path / "run")
+    make = check_run(load_config([QUICKSTART], words), "train").config.model.make
+    assert make is not None and make.model_type == family
+
+
+def test_a_family_must_improve_by_more_than_the_interval(tmp_path: Path):
+    folder = tmp_path / "gpt_oss-0"
+    write_finished("train", folder, {**FAMILIES["gpt_oss"], "seed": 0})
+    for after, passed in ((0.6, True), (0.57, False)):
+        write_evaluations(folder, {0: 0.5, 220: after})
+        assert run(parsed(tmp_path, "--algorithms", "gpt_oss", "--seeds", "1")).passed is passed
 
 
 def test_recipes_are_those_of_algorithms_in_the_table():
