@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="R1,R3", help="these promises alone; R14 is counted with R1 and kills")
     parser.add_argument("--short", action="store_true", help="a few injections of each kind, in minutes")
     parser.add_argument("--hangs", type=int, default=200, help="of R2, beside half as many runs that don't hang")
-    parser.add_argument("--kills", type=int, default=300, help="number of SIGKILLs at random moments (default 300)")
+    parser.add_argument("--kills", type=int, default=420, help="number of SIGKILLs at random moments (default 420)")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments of these kills")
     parser.add_argument(
         "--part",

@@ -21,6 +21,7 @@ _STEPS = (
     "resources.stage_timeout_seconds=30",
 )  # fmt: skip
 _LONG = ("model.make.max_position_embeddings=64", "rollout.max_completion_length=24")
+_PARTIAL = (*_LONG, "rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=4", "algo.rollout_is=tis")
 _CHARS = "model.make.chars='0123456789+=<>? '"
 _RIGHT = """
 def begins_low(completions, **columns):
@@ -43,11 +44,7 @@ class Kind:
 
 _KINDS = (
     Kind("plain steps", (), "dock/trained"),
-    Kind(
-        "partial rollout",
-        (*_LONG, "rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=4", "algo.rollout_is=tis"),
-        "dock/deferred",
-    ),
+    Kind("partial rollout", _PARTIAL, "dock/deferred"),
     Kind(
         "dynamic sampling",
         ("algo={name: dapo, max_refills: 3}", "reward.functions=[RIGHT:begins_low]"),
@@ -58,6 +55,12 @@ _KINDS = (
         "environment/tokens",
     ),
     Kind("asynchronous checkpoints", ("checkpoint.asynchronous=true", "checkpoint.interval=1"), "dock/trained"),
+    Kind("partial rollout of a hybrid", (*_PARTIAL, "model.make.model_type=qwen3_5_text"), "dock/deferred"),
+    Kind(
+        "partial rollout of experts with sinks",
+        (*_PARTIAL, "model.make.model_type=gpt_oss", "model.make.sliding_window=6", "model.make.num_experts=4"),
+        "dock/deferred",
+    ),
 )  # fmt: skip
 
 
