@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from tests.bench.__main__ import main
-from tests.bench.layouts.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of
+from tests.bench.layouts.layout_cases import LayoutCase
+from tests.bench.layouts.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of, run_cases
 from tests.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
 from tests.support.ranks import run_ranks
 
@@ -73,6 +74,25 @@ def test_every_layout_trains_as_one_process_does(model: str, num_ranks: int):
     # Only tied heads, of which zbv would put two copies on one rank.
     assert all(model in ("dense", "gemma") and "zbv" in str(row["layout"]) for row in found.refused)
     assert [row for row in found.rows if exceeds(row)] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_delta_nets_windows_and_sinks_train_on_four_ranks_as_on_one():
+    layouts = [
+        UpdateLayout(shard=1, tensor=4),
+        UpdateLayout(shard=1, context=4),
+        UpdateLayout(shard=1, context=2, tensor=2, context_kind="ulysses"),
+        UpdateLayout(shard=2, pipeline=2),
+    ]
+    cases = [LayoutCase(model, layout) for model in ("hybrid", "sinks", "gemma") for layout in layouts]
+    cases += [
+        LayoutCase("sinks", UpdateLayout(shard=2, tensor=2, expert=2)),
+        LayoutCase("sinks", UpdateLayout(shard=1, context=4, expert=4)),
+    ]
+    found = run_cases(cases, 4)
+    assert found.keys() == set(cases)
+    assert [case for case, errors in found.items() if exceeds(asdict(errors))] == []
 
 
 def test_a_row_fails_above_the_limit_and_without_a_number():
