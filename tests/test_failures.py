@@ -277,6 +277,15 @@ def test_a_second_signal_ends_a_job_with_a_stopped_rank_at_once(tmp_path):
     assert "[torchrun] asked to stop for the second time; the ranks are killed" in job.shown()
 
 
+def test_a_crash_in_c_shows_where_python_was(tmp_path):
+    (tmp_path / "crashing.py").write_text("import ctypes\n\nctypes.string_at(0)\n")
+    command = [sys.executable, *MODULE, "check", tiny_config(tmp_path), "reward.isolation=inline"]
+    command.append(f"reward.functions=[{tmp_path}/crashing.py:fn]")
+    job = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert job.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in job.stderr and 'crashing.py", line 3' in job.stderr
+
+
 # A reward function with a child of its own, which outlives the call where nobody ends it.
 FAMILY = """
 import subprocess
