@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.made import latent_decoder
 
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
@@ -14,8 +16,10 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.job.start.checked_rows import unread_columns
 from spmdrl.job.start.checked_run import states_of
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
+from spmdrl.job.start.prepared import check_positions
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import WorkerState as State
+from spmdrl.nouns.settings.model_sizes import IndexerSizes
 from spmdrl.runtime.launch import LaunchEnvironment
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
@@ -215,3 +219,24 @@ def test_aliases_of_other_trainers_mean_the_same():
     assert loaded.value.optim.lr == 1e-5
     assert loaded.value.algo.kl_coef == 0.2
     assert loaded.value.rollout.max_completion_length == 64
+
+
+class LongPrompts:
+    """One prompt of 20 tokens."""
+
+    def longer_than(self, num_tokens: int) -> list[tuple[int, str]]:
+        return [(20, "rows.jsonl:7")]
+
+
+def test_rows_in_which_sparse_attention_would_leave_tokens_out_are_refused_with_the_rule():
+    made = latent_decoder(value_size=4, query_rank=8, max_position_embeddings=64)
+    assert not made.position_rule
+    indexer = IndexerSizes(num_heads=2, head_size=8, num_chosen=16, shared_layers=(), max_positions=64)
+    decoder = replace(made, max_positions=16, latent=replace(made.latent, indexer=indexer))
+    limit = (
+        "it needs 24 positions, but the model has 16 positions .index_topk; beyond them, attention leaves out tokens"
+    )
+    with pytest.raises(
+        ValueError, match=f"{limit}.*rows.jsonl:7; lower .*or leave them out by data.max_prompt_length=12"
+    ):
+        check_positions(LongPrompts(), "data.train", decoder, 4)

@@ -24,7 +24,7 @@ def learnt_of(use: str = "auto", turns: str = "last", top: int = 200) -> LearntR
 def prompts_of(learnt: LearntRows, *rows: Row, on_bad_row: str = "error") -> PromptSource:
     source = SourceRows(DataSource("a", None), rows, (), {})
     config = DataConfig(on_bad_row=on_bad_row)
-    check = learnt.check(vocab_size=200, max_positions=POSITIONS)
+    check = learnt.check(vocab_size=200, max_positions=POSITIONS, rule=" (a rule)")
     return PromptSource([source], learnt.renderer, config, 0, vocab_size=1 << 20, check=check)
 
 
@@ -39,7 +39,9 @@ def test_a_row_beyond_the_models_positions_is_refused_or_left_out(size, rejected
     rows = [row_of(1, "2", rejected), row_of(2, "2" * size, rejected), row_of(3, "4", rejected)]
     learnt, is_whole = learnt_of(), size + 6 <= POSITIONS
     if not is_whole:
-        with pytest.raises(BadRows, match=f"a:2: it has {size + 6} tokens, but the model has {POSITIONS} positions"):
+        with pytest.raises(
+            BadRows, match=f"a:2: it has {size + 6} tokens, but the model has {POSITIONS} positions .a rule."
+        ):
             prompts_of(learnt, *rows)
     kept = prompts_of(learnt, *rows, on_bad_row="skip")
     assert (len(kept), [bad.place for bad in kept.skipped]) == ((3, []) if is_whole else (2, ["a:2"]))

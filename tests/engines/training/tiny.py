@@ -14,7 +14,7 @@ from spmdrl.engines.parallel.weight_cuts import Parts
 from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, offsets_of, whole_slice
-from spmdrl.nouns.settings.model_sizes import LatentConfig, MoeConfig
+from spmdrl.nouns.settings.model_sizes import IndexerSizes, LatentConfig, MoeConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import Axis, build_update_mesh
@@ -47,6 +47,9 @@ LATENT = replace(
     qk_norm=False,
     latent=LatentConfig(query_rank=5, key_value_rank=3, plain_size=4, rotary_size=2, value_size=3),
 )
+_INDEXER = IndexerSizes(num_heads=2, head_size=4, num_chosen=64, shared_layers=(1,), max_positions=64)
+# The same with an indexer in the first layer.
+INDEXED = replace(LATENT, latent=replace(LATENT.latent, indexer=_INDEXER))
 # A dense layer, then one with experts.
 SPARSE = replace(
     CONFIG,

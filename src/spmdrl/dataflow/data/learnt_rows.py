@@ -40,8 +40,8 @@ class LearntRows:
             answer = {"role": "assistant", "content": begun + answer}
         return [self.renderer.conversation([*before, answer], prompt.columns)]
 
-    def check(self, vocab_size: int, max_positions: int) -> Callable[[Prompt], None]:
-        """Return a function that raises Flaw for a row that such a model can't learn."""
+    def check(self, vocab_size: int, max_positions: int, rule: str = "") -> Callable[[Prompt], None]:
+        """Return a function that raises Flaw for a row that such a model can't learn; `rule` sets the positions."""
         # Other tokenizers have no such token, and tokenizing all answers of a large file takes minutes.
         may_be_foreign = self.renderer.tokenizer.highest_id >= vocab_size
         is_first = True
@@ -59,7 +59,8 @@ class LearntRows:
             except RowNotRendered as problem:
                 raise Flaw("not_rendered", f"it can't be learnt: {problem}") from None
             if (length := max(len(row.ids) for row in rows)) > max_positions:
-                raise Flaw("row_too_long", f"it has {length} tokens, but the model has {max_positions} positions")
+                limit = f"{max_positions} positions{rule}"
+                raise Flaw("row_too_long", f"it has {length} tokens, but the model has {limit}")
             if (highest := max(max(row.ids) for row in rows)) >= vocab_size:
                 problem_of_token = self.renderer.tokenizer.unknown_token(highest, vocab_size)
                 raise Flaw("unknown_token", f"its answer can't be learnt: {problem_of_token}")

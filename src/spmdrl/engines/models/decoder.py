@@ -128,6 +128,14 @@ class DecoderConfig:
         return self.lora is None or is_adapter(weight)
 
     @property
+    def position_rule(self) -> str:
+        """Rule that makes `max_positions` smaller than in config.json, as errors add it; empty if none does."""
+        indexer = None if self.latent is None else self.latent.indexer
+        if indexer is None or self.max_positions == indexer.max_positions:
+            return ""
+        return " (index_topk; beyond them, attention leaves out tokens by a choice that isn't computed here)"
+
+    @property
     def num_outputs(self) -> int:
         """Rows of the head's weight: its outputs per token."""
         return self.vocab_size if self.head == "vocab" else 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spmdrl.engines.models.layers import Attend, Linear, RMSNorm, Rotation
 from spmdrl.engines.models.mixers import INPUTS, OUTPUTS, HeadCut, KeyBlocks, Rope, Rotations
-from spmdrl.nouns.settings.model_sizes import LatentConfig
+from spmdrl.nouns.settings.model_sizes import IndexerSizes, LatentConfig
 
 # Constant in transformers' DeepSeek norms of the compressed vectors, whatever rms_norm_eps is.
 _LATENT_EPS = 1e-6
@@ -94,6 +94,8 @@ class LatentAttention(nn.Module):
         expanded_size = num_heads * (config.plain_size + config.value_size)
         self.kv_b_proj = Linear(config.key_value_rank, expanded_size, bias=False)
         self.o_proj = Linear(num_heads * config.value_size, hidden_size, bias=bias)
+        if config.indexer is not None and layer not in config.indexer.shared_layers:
+            self.indexer = Indexer(config, config.indexer, hidden_size)
 
     def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         rotation = rotations.of(self.rope)
@@ -123,3 +125,15 @@ class LatentAttention(nn.Module):
 
     def _rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
         return rotation.apply_to_pairs(heads) if self.config.rotates_neighbours else rotation.apply(heads)
+
+
+class Indexer(nn.Module):
+    """Weights that choose among longer rows' tokens, with transformers' names: carried along, without gradients."""
+
+    def __init__(self, latent: LatentConfig, sizes: IndexerSizes, hidden_size: int):
+        super().__init__()
+        assert latent.query_rank is not None, "an indexer's queries are computed from the compressed ones"
+        self.wq_b = nn.Linear(latent.query_rank, sizes.num_heads * sizes.head_size, bias=False)
+        self.wk = nn.Linear(hidden_size, sizes.head_size, bias=False)
+        self.k_norm = nn.LayerNorm(sizes.head_size)
+        self.weights_proj = nn.Linear(hidden_size, sizes.num_heads, bias=False)

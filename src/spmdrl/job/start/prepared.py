@@ -140,7 +140,8 @@ def prepare(
         ModelTokenizer(sources[JUDGE].folder)
     renderer, vocab_size = Renderer(tokenizer, config.data.template), source.decoder.vocab_size
     learnt = LearntRows(renderer, config.sft.turns if checked.verb == "sft" else "last")
-    check = learnt.check(vocab_size, source.decoder.max_positions)
+    decoder = source.decoder
+    check = learnt.check(vocab_size, decoder.max_positions, decoder.position_rule)
     train, held_out = (
         PromptSource(rows, renderer, config.data, config.seed, vocab_size=vocab_size, check=check if learns else None)
         if rows
@@ -210,9 +211,9 @@ def check_positions(prompts: PromptSource, key: str, decoder: DecoderConfig, num
         skip = f", or leave them out by data.max_prompt_length={most_tokens} and data.on_bad_row=skip"
         raise ValueError(
             f"the longest prompt of {key} has {longest} tokens; with rollout.max_completion_length {num_new} it needs "
-            f"{longest + num_new} positions, but the model has {decoder.max_positions} positions; rows with too long a "
-            f"prompt: {len(too_long)}, the first is {too_long[0][1]}; lower rollout.max_completion_length"
-            f"{skip if most_tokens > 0 else ''}"
+            f"{longest + num_new} positions, but the model has {decoder.max_positions} positions"
+            f"{decoder.position_rule}; rows with too long a prompt: {len(too_long)}, the first is {too_long[0][1]}; "
+            f"lower rollout.max_completion_length{skip if most_tokens > 0 else ''}"
         )
 
 

@@ -116,6 +116,22 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True)
+class IndexerSizes:
+    """Sizes of sparse attention's choice of earlier tokens (DeepSeek-V3.2), which has all of a row of `num_chosen`."""
+
+    num_heads: int
+    """Heads of the indexer."""
+    head_size: int
+    """Their size."""
+    num_chosen: int
+    """Tokens that a token sees, itself included."""
+    shared_layers: tuple[int, ...]
+    """Layers without an indexer, which use the choice of the layer before."""
+    max_positions: int
+    """Longest row that the model was made for; only those of `num_chosen` tokens are computed."""
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Sizes of multi-head latent attention."""
 
@@ -131,6 +147,8 @@ class LatentConfig:
     """Head size V of the values."""
     rotates_neighbours: bool = True
     """Rotate pairs of neighbouring dims (as DeepSeek's weights require); False: pairs half the part apart."""
+    indexer: IndexerSizes | None = None
+    """Choice of the tokens that a token sees; None: all."""
 
     def __post_init__(self) -> None:
         if self.rotary_size % 2:
