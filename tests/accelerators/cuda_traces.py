@@ -241,6 +241,8 @@ def as_markdown() -> str:
             base, _, dtype = name.rpartition(", ")
             in_dtype = dtype in map(short, DTYPES)
             dtypes.setdefault(base if in_dtype else name, []).extend([dtype] if in_dtype else [])
+        if dtypes.keys() == PUBLISHED.keys():
+            dtypes = {"every family": dtypes["llama"]}
         listed = "; ".join(f"{name} ({', '.join(of)})" if of else name for name, of in dtypes.items())
         lines.append(textwrap.fill(f"- {group}: {listed}.", width=118, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
