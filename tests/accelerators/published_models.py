@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
-from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import (
+    ClampedGate,
+    DeltaSizes,
+    IndexerSizes,
+    LatentConfig,
+    MoeConfig,
+    WindowConfig,
+)
 
 LLAMA = DecoderConfig(
     model_type="llama",
@@ -76,6 +83,20 @@ PUBLISHED: dict[str, DecoderConfig] = {
         moe=MoeConfig(
             num_experts=128, experts_per_token=8, intermediate_size=1408, scoring="sigmoid", normalize=True,
             num_shared_experts=1, dense_layers=(0,),
+        ),
+    ),
+    "glm_moe_dsa": replace(
+        LLAMA, model_type="glm_moe_dsa", vocab_size=154880, hidden_size=6144, intermediate_size=12288, num_heads=64,
+        num_kv_heads=64, head_size=256, rope_theta=1e6, max_positions=2048, rope_scaling=None,
+        latent=LatentConfig(
+            query_rank=2048, key_value_rank=512, plain_size=192, rotary_size=64, value_size=256,
+            indexer=IndexerSizes(
+                num_heads=32, head_size=128, num_chosen=2048, shared_layers=(), max_positions=202752
+            ),
+        ),
+        moe=MoeConfig(
+            num_experts=256, experts_per_token=8, intermediate_size=2048, scoring="sigmoid", normalize=True,
+            weight_scale=2.5, num_shared_experts=1, dense_layers=(0,),
         ),
     ),
     "gpt_oss": replace(

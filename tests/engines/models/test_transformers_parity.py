@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -106,6 +107,8 @@ GLM4 = {
     "first_k_dense_replace": 1,
 }
 GROUPED = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "q_lora_rank": 9, "routed_scaling_factor": 1.7}
+# As many as a row has at most.
+INDEXER = {"index_topk": 34, "index_n_heads": 2, "index_head_dim": 8}
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 8.0, "beta_slow": 1.0}
 
 
@@ -158,6 +161,10 @@ CASES = {
     "glm4-moe": Case(Glm4MoeConfig, {**GLM4, "head_dim": 16, "use_qk_norm": True}),
     "glm4-moe-bias": Case(
         Glm4MoeConfig, {**GLM4, "head_dim": 8, "attention_bias": True, "partial_rotary_factor": 0.25, "n_group": 2}
+    ),
+    "glm-dsa": Case(
+        GlmMoeDsaConfig,
+        {**LATENT, **GROUPED, **INDEXER, "indexer_types": ["full", "shared", "full"], "attention_bias": True},
     ),
     "smollm3": Case(SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": None, "mlp_bias": True}, tied=True),
     "smollm3-untied": Case(SmolLM3Config, {"no_rope_layers": [0, 1, 1], "pad_token_id": None, "attention_bias": True}),
@@ -230,7 +237,7 @@ def gradients_of(model: PreTrainedModel, config: DecoderConfig) -> dict[str, Ten
         elif name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
             gradients[f"{prefix}gate_proj"], gradients[f"{prefix}up_proj"] = weight.grad.chunk(2, dim=1)
-        else:
+        elif weight.grad is not None:
             gradients[name] = weight.grad
     return gradients
 
@@ -256,7 +263,8 @@ def test_logits_and_gradients_of_packed_rows_have_parity_with_transformers(case:
 
     mean_loss(their_logits, rows).backward()
     mean_loss(our_logits, rows).backward()
-    weights = dict(ours.named_parameters())
+    # An indexer's weights have none.
+    weights = {name: weight for name, weight in ours.named_parameters() if weight.grad is not None}
     references = gradients_of(theirs, ours.config)
     assert set(references) == set(weights)
     # Key biases move attention only through the rotation, so their gradients can vanish beside their rounding.
@@ -292,8 +300,8 @@ def test_greedy_tokens_of_the_native_engine_have_parity_with_transformers(case: 
 @every_case
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one-file", "sharded"])
 def test_what_we_write_has_parity_in_transformers(case: Case, max_shard_bytes: int, tmp_path: Path) -> None:
-    source, copy = tmp_path / "source", tmp_path / "copy"
-    tiny_model(case).save_pretrained(source)
+    source, copy, made = tmp_path / "source", tmp_path / "copy", tiny_model(case)
+    made.save_pretrained(source)
     copy.mkdir()
     config, decoder = read_config(source), load_decoder(source)
     (copy / "config.json").write_text(json.dumps(hf_config_dict(config, torch.float32)))
@@ -302,6 +310,8 @@ def test_what_we_write_has_parity_in_transformers(case: Case, max_shard_bytes: i
     assert read_config(copy) == config
     theirs, report = AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
+    # An indexer's, too, on which no logit depends.
+    assert all(weight.equal(made.state_dict()[name]) for name, weight in theirs.state_dict().items())
     assert_same_logits(theirs.eval(), source)
 
 

@@ -115,6 +115,9 @@ FAMILIES = {
     ),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", read=layers.read_deepseek, write=layers.write_deepseek),
     "glm4_moe": Family("Glm4MoeForCausalLM", rotary_share=0.5, read=layers.read_glm4_moe, write=layers.write_glm4_moe),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM", has_windows=True, read=layers.read_glm_moe_dsa, write=layers.write_glm_moe_dsa
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         default_head_size=64,

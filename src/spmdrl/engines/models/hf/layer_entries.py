@@ -12,7 +12,14 @@ from typing import Any
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.config_rope import plain_rope, read_window_theta, rope_entries, write_rope
 from spmdrl.engines.models.hf.config_values import flag, number, only, values, whole_number
-from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import (
+    ClampedGate,
+    DeltaSizes,
+    IndexerSizes,
+    LatentConfig,
+    MoeConfig,
+    WindowConfig,
+)
 
 Fields = dict[str, Any]
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -145,6 +152,63 @@ def read_glm4_moe(raw: Mapping[str, Any]) -> Fields:
 
 def write_glm4_moe(config: DecoderConfig) -> Fields:
     return {**_written_deepseek_moe(config), "use_qk_norm": config.qk_norm}
+
+
+def read_glm_moe_dsa(raw: Mapping[str, Any]) -> Fields:
+    """Read DeepSeek's layers, and an indexer, without which rows of at most index_topk tokens are the same."""
+    only(raw, "rope_interleave", True)
+    _read_kinds(raw, ("indexed_attention",))
+    whole_number(raw, "q_lora_rank")
+    num_layers, max_positions = whole_number(raw, "num_hidden_layers"), whole_number(raw, "max_position_embeddings")
+    kinds = values(raw, "mlp_layer_types", str)
+    num_dense = kinds.count("dense") if kinds else whole_number(raw, "first_k_dense_replace", 3, least=0)
+    if kinds and kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+        raise ValueError(f"mlp_layer_types is {kinds}, but supported are dense layers first, then sparse ones")
+    indexer = IndexerSizes(
+        num_heads=whole_number(raw, "index_n_heads", 32),
+        head_size=whole_number(raw, "index_head_dim", 128),
+        num_chosen=whole_number(raw, "index_topk", 2048),
+        shared_layers=_layers_with_a_shared_choice(raw, num_layers),
+        max_positions=max_positions,
+    )
+    fields = read_deepseek({**raw, "first_k_dense_replace": num_dense})
+    return {
+        **fields,
+        "latent": replace(fields["latent"], indexer=indexer),
+        "max_positions": min(max_positions, indexer.num_chosen),
+        "rms_eps": number(raw, "rms_norm_eps", 1e-5),
+    }
+
+
+def _layers_with_a_shared_choice(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Read the layers that use the choice of the layer before."""
+    kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
+    if not kinds:
+        frequency = whole_number(raw, "index_topk_freq", 1)
+        first = whole_number(raw, "index_skip_topk_offset", 2, least=0) - 1
+        kinds = ["shared" if max(layer - first, 0) % frequency else "full" for layer in range(num_layers)]
+    if isinstance(kinds, str):
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
+    kinds = values({"indexer_types": kinds}, "indexer_types", str)
+    if len(kinds) != num_layers or kinds[0] != "full" or not {*kinds} <= {"full", "shared"}:
+        raise ValueError(
+            f"indexer_types is {kinds}, but must hold 'full' or 'shared' for each of the {num_layers} layers, and "
+            "'full' for the first"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
+
+
+def write_glm_moe_dsa(config: DecoderConfig) -> Fields:
+    assert config.latent is not None and config.latent.indexer is not None, "a glm_moe_dsa has an indexer"
+    indexer = config.latent.indexer
+    return {
+        **write_deepseek(config),
+        "max_position_embeddings": indexer.max_positions,
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_size,
+        "index_topk": indexer.num_chosen,
+        "indexer_types": ["shared" if i in indexer.shared_layers else "full" for i in range(config.num_layers)],
+    }
 
 
 def read_gpt_oss(raw: Mapping[str, Any]) -> Fields:
