@@ -233,6 +233,62 @@ def test_a_kimi_k2_is_a_deepseek_v3_by_another_name(tmp_path: Path) -> None:
     assert hf_config_dict(config, torch.bfloat16)["model_type"] == "deepseek_v3"
 
 
+# The differences of GLM-5.
+GLM_5 = {key: value for key, value in DEEPSEEK.items() if not key.startswith("rope")} | {
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+def test_a_glm_5_is_read_for_the_rows_in_which_its_indexer_chooses_all_tokens(tmp_path: Path) -> None:
+    config = config_of(tmp_path, GLM_5)
+    assert (config.max_positions, config.rope_theta, config.head_size) == (2048, 1e6, 256)
+    assert "index_topk" in config.position_rule
+    shapes = parameter_shapes(config)
+    assert 743e9 < sum(math.prod(shape) for shape in shapes.values()) < 745e9
+    of_indexers = [math.prod(shape) for name, shape in shapes.items() if ".indexer." in name]
+    assert sum(of_indexers) == 78 * (2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 6144 * 32)
+    shared = config_of(tmp_path, GLM_5 | {"index_topk_freq": 4, "index_skip_topk_offset": 3})
+    assert shared == config_of(tmp_path, GLM_5 | {"index_topk_pattern": ("FFF" + "SSSF" * 19)[:78]})
+    for one in (config, shared):
+        written = hf_config_dict(one, torch.bfloat16)
+        assert (written["max_position_embeddings"], written["index_topk"]) == (202752, 2048)
+        assert config_of(tmp_path, written) == one
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_interleave": False}, "rope_interleave False is not supported"),
+        ({"q_lora_rank": None}, "q_lora_rank is None, but must be a whole number"),
+        ({"layer_types": ["full_attention"] * 78}, "layer_types has 'full_attention', but supported are 'indexed_att"),
+        ({"mlp_layer_types": ["sparse"] * 77 + ["dense"]}, "supported are dense layers first, then sparse ones"),
+        ({"indexer_types": ["full"] * 77}, "must hold 'full' or 'shared' for each of the 78 layers"),
+        ({"index_topk_pattern": "SF" * 39}, "'full' for the first"),
+        ({"index_topk": 0}, "index_topk is 0, but must be a whole number >= 1"),
+    ],
+)
+def test_what_a_glm_5_cannot_do_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(tmp_path, GLM_5 | change)
+
+
 MISTRAL = {key: value for key, value in QWEN2.items() if not key.endswith(("window", "layers"))} | {
     "model_type": "mistral",
     "num_hidden_layers": 2,
