@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from transformers import (
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.families import FAMILIES
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, read_config, stored_forms
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.hf.weight_check import open_weights
@@ -42,6 +44,7 @@ from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import small_rollout
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.support.chosen_device import chosen_device
+from tests.support.jobs import ROOT
 
 VOCABULARY = 61
 LENGTHS = [5, 1, 23, 12]
@@ -325,3 +328,17 @@ def test_what_transformers_writes_has_parity_here(case: Case, max_shard_size: st
     assert files.names == sorted(shapes)
     assert {name: files.shape(name) for name in files.names} == shapes
     assert_same_logits(theirs, tmp_path)
+
+
+def test_the_family_that_the_page_on_models_adds_has_parity_with_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for table in (FAMILIES, CASES):
+        monkeypatch.setitem(table, "mixtral", None)
+    names = dict(globals())
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL):
+        exec(block, names)
+    test_logits_and_gradients_of_packed_rows_have_parity_with_transformers(CASES["mixtral"], tmp_path / "logits")
+    test_greedy_tokens_of_the_native_engine_have_parity_with_transformers(CASES["mixtral"], tmp_path / "tokens")
+    (tmp_path / "files").mkdir()
+    test_what_we_write_has_parity_in_transformers(CASES["mixtral"], 10**9, tmp_path / "files")
