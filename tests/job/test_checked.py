@@ -13,13 +13,16 @@ from tests.support.made import latent_decoder
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import load_config
 from spmdrl.config.reader import ConfigError
+from spmdrl.engines.models.make_model import decoder_config
+from spmdrl.engines.models.rope_scaling import YarnScaling
 from spmdrl.job.start.checked_rows import unread_columns
 from spmdrl.job.start.checked_run import states_of
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
 from spmdrl.job.start.prepared import check_positions
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import WorkerState as State
-from spmdrl.nouns.settings.model_sizes import IndexerSizes
+from spmdrl.nouns.settings.model_config import MakeConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate, IndexerSizes
 from spmdrl.runtime.launch import LaunchEnvironment
 
 MODEL = ["model.make={}", "data.train=synthetic://addition?count=10"]
@@ -204,14 +207,34 @@ def test_rope_scaling_that_vllm_reads_otherwise_than_transformers_is_refused_the
         (tmp_path / "config.json").write_text(json.dumps({key: scaling}))
         expected = pytest.raises(ValueError, match="attn_factor 0.878, by which vLLM") if is_refused else nullcontext()
         with expected:
-            check_vllm_computes(tmp_path)
+            check_vllm_computes(tmp_path, decoder_config(MakeConfig()))
 
 
 def test_vllm_is_refused_for_quantized_weights(tmp_path: Path) -> None:
     content = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"weights in .* are quantized \(fp8\), .* set rollout.engine to native"):
-        check_vllm_computes(tmp_path)
+        check_vllm_computes(tmp_path, decoder_config(MakeConfig()))
+
+
+def test_parts_that_vllms_classes_do_not_read_from_a_config_are_refused_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for family in ("glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3"):
+        with pytest.raises(ValueError, match=f"vLLM gives a {family} a head of its own.*tie_word_embeddings false"):
+            check_vllm_computes(tmp_path, decoder_config(MakeConfig(model_type=family)))
+        if family != "gpt_oss":
+            check_vllm_computes(tmp_path, decoder_config(MakeConfig(model_type=family, tie_word_embeddings=False)))
+    made = decoder_config(MakeConfig(model_type="gpt_oss", tie_word_embeddings=False))
+    usual = replace(made, rope_scaling=YarnScaling(32.0, original_positions=64))
+    check_vllm_computes(tmp_path, usual)
+    for other, words in [
+        (made, "yarn scaling without attention_factor and mscale, which"),
+        (replace(usual, rope_scaling=replace(usual.rope_scaling, attention_factor=2.0)), "yarn scaling without"),
+        (replace(usual, window=replace(usual.window, layers=(1, 3))), "a window in every other layer"),
+        (replace(usual, moe=replace(usual.moe, clamp=ClampedGate(5.0, 1.702))), "swiglu_limit 7.0"),
+    ]:
+        with pytest.raises(ValueError, match=f"every gpt_oss with {words}.*set rollout.engine to native"):
+            check_vllm_computes(tmp_path, other)
 
 
 def test_aliases_of_other_trainers_mean_the_same():

@@ -53,7 +53,7 @@ def build_replica(config: Config, source: ModelSource, world: World, layout: Gen
     is_vllm = generation_engine_name(config.rollout, world.device.kind) == "vllm"
     if is_vllm:
         check_vllm(config)
-        check_vllm_computes(source.folder)
+        check_vllm_computes(source.folder, source.decoder)
     mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)

@@ -13,6 +13,7 @@ from spmdrl.engines.generation.native.graph_steps import wants_graphs
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.hf.model_folder import ignored_attn_factor, quantization_of, read_config
 from spmdrl.engines.models.make_model import decoder_config
+from spmdrl.engines.models.rope_scaling import YarnScaling
 from spmdrl.engines.parallel.expert_parallel import check_expert_parallel
 from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.parallelize import check_layout
@@ -20,6 +21,7 @@ from spmdrl.engines.training.routers import check_routing
 from spmdrl.job.start.checked_run import TRAINED, CheckedRun, Verb
 from spmdrl.nouns.roles import ROLES, Role
 from spmdrl.nouns.settings.model_config import LoraConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate
 from spmdrl.observability.log import check_backends
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
@@ -27,6 +29,8 @@ from spmdrl.runtime.launch import LaunchEnvironment
 
 # Their backward passes have two halves, each of which would recompute every layer.
 _SPLIT_BACKWARD = ("zero_bubble", "zbv")
+# Their classes in vLLM don't read tie_word_embeddings.
+_UNTIED_IN_VLLM = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
 
 
 def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayout) -> None:
@@ -99,8 +103,15 @@ def check_vllm(config: Config) -> None:
         )
 
 
-def check_vllm_computes(folder: Path) -> None:
+def check_vllm_computes(folder: Path, decoder: DecoderConfig) -> None:
     """Refuse a model folder that vLLM computes differently from transformers and the trainer. Raises ValueError."""
+    if decoder.tied_head and decoder.model_type in _UNTIED_IN_VLLM:
+        raise ValueError(
+            f"the model's head is its embedding, but vLLM gives a {decoder.model_type} a head of its own, which no "
+            "weights would reach; give a model with tie_word_embeddings false, or set rollout.engine to native"
+        )
+    if decoder.model_type == "gpt_oss":
+        _check_vllm_gpt_oss(decoder)
     if (quantization := quantization_of(folder)) is not None:
         raise ValueError(
             f"the weights in {folder} are quantized ({quantization.packing.method}), in which vLLM would keep them, "
@@ -112,6 +123,21 @@ def check_vllm_computes(folder: Path) -> None:
             f"rope scaling in {folder / 'config.json'} has attn_factor {factor}, by which vLLM multiplies queries and "
             "keys, while transformers and the trainer leave it out; remove it from config.json, or set rollout.engine "
             "to native"
+        )
+
+
+def _check_vllm_gpt_oss(decoder: DecoderConfig) -> None:
+    scaling, window, moe = decoder.rope_scaling, decoder.window, decoder.moe
+    holds = {
+        "yarn scaling without attention_factor and mscale": isinstance(scaling, YarnScaling)
+        and scaling.attention_factor is scaling.mscale is None,
+        "a window in every other layer": window is None or window.layers == tuple(range(0, decoder.num_layers, 2)),
+        "swiglu_limit 7.0 and swiglu_alpha 1.702": moe is not None and moe.clamp == ClampedGate(7.0, 1.702),
+    }
+    if lacking := [part for part, holds_here in holds.items() if not holds_here]:
+        raise ValueError(
+            f"vLLM computes every gpt_oss with {' and '.join(lacking)}, which this model lacks; set rollout.engine to "
+            "native"
         )
 
 

@@ -111,7 +111,7 @@ def prepare(
         source = source.with_adapters(config.lora, config.seed)
     check_generation_cuts(source.decoder, config.resources.generation)
     if config.rollout.engine == "vllm":
-        check_vllm_computes(folder)
+        check_vllm_computes(folder, source.decoder)
     sources = sources_of(checked.roles, source, config, is_there=is_there)
     if checked.rating(POLICY) == "row_values":
         sources[POLICY] = source.with_value_head()
