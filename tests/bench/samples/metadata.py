@@ -17,9 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from spmdrl.dataflow.samples.balancing.dealing import Dealer, DealRules, GroupLengths
-from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths, pack_news, unpack_news
 from spmdrl.dataflow.samples.row_lives import Controller, RowLives
-from spmdrl.dataflow.samples.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.roles import WorkerState

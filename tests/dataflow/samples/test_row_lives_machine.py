@@ -24,9 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths, joined
+from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths, joined, pack_news, unpack_news
 from spmdrl.dataflow.samples.row_lives import RowLives, RowStatus
-from spmdrl.dataflow.samples.row_news import pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import columns_mask, needs_by_state
 from spmdrl.dataflow.samples.store.keeping import restored, snapshot
 from spmdrl.nouns.batch import WorkerState

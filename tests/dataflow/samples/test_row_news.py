@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths, joined
-from spmdrl.dataflow.samples.row_news import pack_news, unpack_news
+from spmdrl.dataflow.samples.catalogue import RowDrop, RowMetadata, announced_lengths, joined, pack_news, unpack_news
 from spmdrl.dataflow.samples.schema import RULES, columns_mask
 
 NUM_ROWS = 300

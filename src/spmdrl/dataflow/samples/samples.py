@@ -12,8 +12,7 @@ import numpy as np
 from spmdrl.dataflow.data.prompts import prompt_columns
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups, Shares
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
-from spmdrl.dataflow.samples.catalogue import Catalogue, News, RowDrop, RowMetadata, metadata_of
-from spmdrl.dataflow.samples.row_news import Exchanged, exchanged
+from spmdrl.dataflow.samples.catalogue import Catalogue, Exchanged, News, RowDrop, RowMetadata, exchanged, metadata_of
 from spmdrl.dataflow.samples.schema import check_columns, check_row_lengths
 from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, restored, write_columns, write_lives
