@@ -197,7 +197,7 @@ class Gadget:
 def forged_put() -> object:
     """Our own function, with rows of the stranger's."""
     from spmdrl.dataflow.samples.store.frame import pack
-    from spmdrl.dataflow.samples.transport.remote import remote_put
+    from spmdrl.dataflow.samples.transport.several_nodes import remote_put
     from spmdrl.nouns.batch import Batch
 
     batch = Batch.of_rows(range(8))

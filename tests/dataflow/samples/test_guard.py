@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.rpc import internal
 
-from spmdrl.dataflow.samples.transport.remote import remote_get, remote_put
+from spmdrl.dataflow.samples.transport.several_nodes import remote_get, remote_put
 from spmdrl.dataflow.samples.transport.unpickle_guard import AllowListUnpickler, install_guard
 
 

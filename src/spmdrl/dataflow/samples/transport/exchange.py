@@ -89,14 +89,17 @@ class Exchange:
             what = (
                 f"rank {self._rank} exchanges {move.rows.size} rows ({move.rows[0]}..{move.rows[-1]}) with rank {other}"
             )
-            if "Timed out" in str(error):
-                raise TimeoutError(
-                    f"{what}, which didn't answer within dock.timeout_seconds = {self._timeout_seconds:g}; that rank "
-                    "hangs or is overloaded: look at its log, or raise the limit"
-                ) from error
-            raise ConnectionError(
-                f"{what}, but the connection failed ({error}); that rank has probably died: look at its log"
-            ) from error
+            raise failure_of(what, error, self._timeout_seconds) from error
+
+
+def failure_of(who: str, error: RuntimeError, timeout_seconds: float) -> OSError:
+    """Return the error of a message or request to another rank that failed or came too late."""
+    if "Timed out" in str(error) or "RPCErr:1:" in str(error):
+        return TimeoutError(
+            f"{who}, which didn't answer within dock.timeout_seconds = {timeout_seconds:g}; that rank hangs or is "
+            "overloaded: look at its log, or raise the limit"
+        )
+    return ConnectionError(f"{who}, but the connection failed ({error}); that rank has probably died: look at its log")
 
 
 def _read(move: Transfer, frame: Tensor) -> Batch:
