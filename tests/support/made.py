@@ -8,7 +8,7 @@ from typing import Any
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.nouns.settings.model_config import MakeConfig
-from spmdrl.nouns.settings.model_sizes import WindowConfig
+from spmdrl.nouns.settings.model_sizes import IndexerSizes, WindowConfig
 
 # Widths that no vector register divides, and heads of 10 dims.
 SPARSE = {"num_experts_per_tok": 3, "moe_intermediate_size": 25}
@@ -27,6 +27,11 @@ def small_decoders() -> dict[str, DecoderConfig]:
     """A decoder of each family, with whatever only that family has."""
     qwen3 = decoder_config(MakeConfig(**ODD))
     plain = replace(qwen3, qk_norm=False)
+    latent = latent_decoder(value_size=6, query_rank=7, **SPARSE, **ODD)
+    assert latent.latent is not None
+    indexer = IndexerSizes(
+        num_heads=2, head_size=4, num_chosen=latent.max_positions, shared_layers=(1,), max_positions=2048
+    )
     made: dict[str, dict[str, Any]] = {
         "qwen3_moe": SPARSE,
         "glm4_moe": SPARSE,
@@ -45,6 +50,7 @@ def small_decoders() -> dict[str, DecoderConfig]:
         "seed_oss": replace(plain, model_type="seed_oss", attention_bias=True, mlp_bias=True),
         "qwen2": replace(plain, model_type="qwen2", attention_bias=True, window=WindowConfig(WINDOW, layers=(1, 2))),
         "qwen3": replace(qwen3, tied_head=False),
-        "deepseek_v3": latent_decoder(value_size=6, query_rank=7, **SPARSE, **ODD),
+        "deepseek_v3": latent,
+        "glm_moe_dsa": replace(latent, model_type="glm_moe_dsa", latent=replace(latent.latent, indexer=indexer)),
         **{family: decoder_config(MakeConfig(model_type=family, **ODD, **sizes)) for family, sizes in made.items()},
     }

@@ -1,4 +1,4 @@
-"""Rotary frequencies in config.json: base, and linear, llama3 or yarn scaling, in transformers' old and new spelling."""
+"""Rotary frequencies in config.json: base and scaling (linear, llama3, yarn), in transformers' old and new spelling."""
 
 from __future__ import annotations
 
