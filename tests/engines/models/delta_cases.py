@@ -24,6 +24,12 @@ SIZES = [
     (2, 2, 64, 80, 1),
 ]
 
+# Value heads that share key heads, and sizes that fill no vector; the others are the second command's.
+a_few_sizes = pytest.mark.parametrize(
+    "sizes",
+    [sizes if number in (1, 3) else pytest.param(sizes, marks=pytest.mark.slow) for number, sizes in enumerate(SIZES)],
+)
+
 
 def need_library() -> None:
     if cpu_library() is None:
