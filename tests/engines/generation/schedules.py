@@ -12,7 +12,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.native.paged import block_bytes_of
 from spmdrl.engines.generation.native.row_memory import BlockCounts, added
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
-from spmdrl.engines.generation.protocol import Request, Response
+from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.make_model import RandomWeights, decoder_config
 from spmdrl.engines.models.mixers import StateKind
@@ -124,3 +124,20 @@ def responses_of(engine: NativeEngine, schedule: Schedule, requests: Sequence[Re
 
 def tokens_in(responses: dict[int, Response]) -> dict[int, tuple[int, ...]]:
     return {row: responses[row].token_ids for row in sorted(responses)}
+
+
+def partial_of(response: Response) -> PartialResponse:
+    return PartialResponse(response.token_ids, response.logprobs, response.versions, response.choices)
+
+
+def rest_of(requests: Sequence[Request], aborted: Sequence[Response]) -> list[Request]:
+    """The requests of the aborted rows, each with its tokens so far."""
+    responses = {response.row: response for response in aborted}
+    rest = []
+    for whole in requests:
+        left = [(row, seed) for row, seed in zip(whole.rows, whole.seeds, strict=True) if row in responses]
+        if left:
+            rows, seeds = zip(*left, strict=True)
+            partial = tuple(partial_of(responses[row]) for row in rows)
+            rest.append(replace(whole, rows=rows, seeds=seeds, partial=partial))
+    return rest

@@ -20,28 +20,12 @@ from tests.engines.generation.schedules import (
     engine_of,
     requests_with,
     responses_of,
+    rest_of,
 )
 from tests.engines.generation.support import awake_engine, prompt_of, request, run, wake
 from tests.support.chosen_device import chosen_device
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=14, stop_token_ids=(3,))
-
-
-def partial_of(response: Response) -> PartialResponse:
-    return PartialResponse(response.token_ids, response.logprobs, response.versions, response.choices)
-
-
-def rest_of(requests: Sequence[Request], aborted: Sequence[Response]) -> list[Request]:
-    """The requests of the aborted rows, each with its tokens so far."""
-    responses = {response.row: response for response in aborted}
-    rest = []
-    for whole in requests:
-        left = [(row, seed) for row, seed in zip(whole.rows, whole.seeds, strict=True) if row in responses]
-        if left:
-            rows, seeds = zip(*left, strict=True)
-            partial = tuple(partial_of(responses[row]) for row in rows)
-            rest.append(replace(whole, rows=rows, seeds=seeds, partial=partial))
-    return rest
 
 
 def run_in_rounds(engine: NativeEngine, requests: Sequence[Request], steps_each: int) -> dict[int, Response]:
