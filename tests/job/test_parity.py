@@ -45,6 +45,8 @@ LONG = [
 MODELS = {
     "dense": ["model.make.intermediate_size=43"],
     "sparse": ["model.make.model_type=qwen3_moe", "model.make.num_experts=8"],
+    "hybrid": ["model.make.model_type=qwen3_5_text"],
+    "sinks": ["model.make.model_type=gpt_oss", "model.make.num_experts=4", "model.make.sliding_window=6"],
 }
 
 
@@ -54,7 +56,8 @@ MODELS = {
     ("ranks", "model", "num_steps"),
     [
         (1, "dense", 3),
-        *(pytest.param(ranks, model, 20, marks=pytest.mark.slow) for ranks in (1, 2) for model in MODELS),
+        *(pytest.param(ranks, model, 20, marks=pytest.mark.slow) for ranks in (1, 2) for model in ("dense", "sparse")),
+        *(pytest.param(2, model, 3, marks=pytest.mark.slow) for model in ("hybrid", "sinks")),
     ],
 )
 def test_generator_and_trainer_agree_to_the_last_bit(tmp_path, ranks, model, num_steps):
