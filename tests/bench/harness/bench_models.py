@@ -207,6 +207,8 @@ LAYOUT_MODELS: dict[str, DecoderConfig] = {
         attention_scale=0.25,
         norm_adds_one=True,
         output_norms=True,
+        # Norms give every block's output a size of about 1; a larger embedding keeps rounding from growing by layers.
+        scales_embedding=True,
         gelu=True,
         window=WindowConfig(9, layers=(0, 2), rope_theta=100.0),
     ),
