@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import torch
 
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.generation.vllm_engine import VllmEngine
-from spmdrl.engines.models.hf.model_weights import WeightFiles
+from spmdrl.engines.models.hf.model_folder import read_config
+from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.model_config import MakeConfig
@@ -56,7 +58,7 @@ Answers = dict[str, dict[int, Response]]
 
 def awake(engine: VllmEngine, folder: str, version: int) -> VllmEngine:
     """The engine with the weights of `folder`."""
-    files = WeightFiles(Path(folder))
+    files = open_weights(Path(folder), read_config(folder))
     engine.wake_weights()
     engine.load_weights(
         (name, files.read(whole_slice(name, files.shape(name)))) for name in sorted(engine.weight_shapes())
@@ -131,7 +133,13 @@ class Asked:
         return self.by_rank[0][name]
 
 
-KINDS = {"dense": (DENSE, 1), "sparse": (SPARSE, 1), "sparse in tensor parallel": (SPARSE, 2)}
+KINDS = {
+    "dense": (DENSE, 1),
+    "sparse": (SPARSE, 1),
+    "sparse in tensor parallel": (SPARSE, 2),
+    "gemma3_text": (replace(DENSE, model_type="gemma3_text", sliding_window=40), 1),
+    "glm4_moe": (replace(SPARSE, model_type="glm4_moe", tie_word_embeddings=False), 1),
+}
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
