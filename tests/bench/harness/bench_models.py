@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.model_folder import hf_config_dict
+from spmdrl.engines.models.hf.model_folder import hf_config_dict, stored_forms
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
@@ -131,12 +131,43 @@ def _small_qwen3_moe(*, hidden_size: int, num_layers: int, num_experts: int, exp
     return replace(dense, model_type="qwen3_moe", moe=moe)
 
 
+def _with_sinks(sparse: DecoderConfig) -> DecoderConfig:
+    """A gpt-oss of a Qwen3-MoE's sizes."""
+    assert sparse.moe is not None, "all layers of gpt-oss are sparse"
+    return replace(
+        sparse,
+        model_type="gpt_oss",
+        qk_norm=False,
+        attention_bias=True,
+        tied_head=False,
+        attention_sinks=True,
+        window=WindowConfig(128, layers=(0, 2, 4)),
+        moe=replace(sparse.moe, bias=True, clamp=ClampedGate(7.0, 1.702)),
+    )
+
+
 ROLLOUT_MODELS = {
     "1M": _small_qwen3(hidden_size=128, intermediate_size=384, num_layers=4),
     "5M": _small_qwen3(hidden_size=256, intermediate_size=768, num_layers=6),
     "30M": _small_qwen3(hidden_size=512, intermediate_size=1920, num_layers=8),
     "3M-A1M": _small_qwen3_moe(hidden_size=128, num_layers=4, num_experts=8, expert_size=192),
     "20M-A4M": _small_qwen3_moe(hidden_size=256, num_layers=6, num_experts=16, expert_size=256),
+    # Qwen3.5 0.8B's layers at half their width, with as many weights as 30M by their feed-forward.
+    "30M-hybrid": replace(
+        _small_qwen3(hidden_size=512, intermediate_size=848, num_layers=8),
+        model_type="qwen3_5_text",
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=256,
+        rotary_size=64,
+        attention_gate=True,
+        norm_adds_one=True,
+        delta=DeltaSizes(
+            (0, 1, 2, 4, 5, 6), num_key_heads=8, num_value_heads=8, key_size=128, value_size=128, conv_width=4
+        ),
+    ),
+    # gpt-oss's layers in the sizes of 20M-A4M.
+    "20M-A4M-sinks": _with_sinks(_small_qwen3_moe(hidden_size=256, num_layers=6, num_experts=16, expert_size=256)),
 }
 """By parameters, in float32; of a sparse model, also those that a token meets."""
 
@@ -220,7 +251,7 @@ def write_model(folder: Path, config: DecoderConfig, **hf_fields: Any) -> None:
     """Make a Hugging Face folder with random float32 weights; `hf_fields` are added to its config.json."""
     write_config(folder, config, **hf_fields)
     weights = RandomWeights(config, seed=0)
-    write_weights(folder, ((name, weights(name)) for name in weights.names))
+    write_weights(folder, ((name, weights(name)) for name in weights.names), forms=stored_forms(config))
 
 
 def write_config(folder: Path, config: DecoderConfig, **hf_fields: Any) -> None:

@@ -69,18 +69,18 @@ Runs = Mapping[tuple[str, str], ContenderResults[EngineRun]]
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Measure all in turn. Raises RuntimeError if the native engine fails; peers that fail have a remark."""
-    found: dict[str, Runs] = {}
-    for model in arguments.models:
-        with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            work = _prepare(folder, ROLLOUT_MODELS[model], arguments)
-            found[model] = _measure(folder, work, arguments)
-            check_same_work(found[model], work)
+    with tempfile.TemporaryDirectory(prefix="spmdrl-bench-", ignore_cleanup_errors=True) as name:
+        folders = {model: Path(name) / model for model in arguments.models}
+        works = {model: _prepare(folder, ROLLOUT_MODELS[model], arguments) for model, folder in folders.items()}
+        found = _measure(folders, works, arguments)
+    for model, runs in found.items():
+        check_same_work(runs, works[model])
     return summarize(found, arguments)
 
 
 def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace) -> RolloutWork:
     """Lay out what the engines read: the model, the work, and the modules for vLLM's Python."""
+    folder.mkdir()
     write_model(folder / MODEL_FOLDER, config)
     size = WorkSize(
         num_prompts=arguments.prompts,
@@ -95,20 +95,29 @@ def _prepare(folder: Path, config: DecoderConfig, arguments: argparse.Namespace)
     return work
 
 
-def _measure(folder: Path, work: RolloutWork, arguments: argparse.Namespace) -> Runs:
+def _measure(
+    folders: Mapping[str, Path], works: Mapping[str, RolloutWork], arguments: argparse.Namespace
+) -> dict[str, Runs]:
     engines = [engine for engine in ENGINES if engine in (NATIVE, *arguments.engines)]
     with contextlib.ExitStack() as stack:
-        started = in_turn(
-            {engine: functools.partial(_start, engine, folder, arguments, stack) for engine in engines},
-            rounds=1,
-            optional=PEERS,
-        )
+        starts = {
+            (model, engine): functools.partial(_start, engine, folder, arguments, stack)
+            for model, folder in folders.items()
+            for engine in engines
+        }
+        started = in_turn(starts, rounds=1, optional=[start for start in starts if start[1] in PEERS])
         contenders = {
-            (lengths, engine): functools.partial(_generate, started[engine], lengths)
+            (model, lengths, engine): functools.partial(_generate, started[model, engine], lengths)
+            for model, work in works.items()
             for lengths in arguments.lengths or work.lengths
             for engine in engines
         }
-        return in_turn(contenders, arguments.rounds, optional=[name for name in contenders if name[1] != NATIVE])
+        optional = [name for name in contenders if name[2] != NATIVE]
+        found = in_turn(contenders, arguments.rounds, optional=optional)
+    return {
+        model: {(lengths, engine): runs for (own, lengths, engine), runs in found.items() if own == model}
+        for model in works
+    }
 
 
 def _start(engine: str, folder: Path, arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Peer:

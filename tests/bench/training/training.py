@@ -32,7 +32,7 @@ from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
 from spmdrl.verbs.doctor.device_times import device_seconds
-from tests.bench.harness.bench_models import QWEN3_30M, write_model
+from tests.bench.harness.bench_models import QWEN3_30M, ROLLOUT_MODELS, write_model
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn
 from tests.bench.training.plain_training import PlainTrainer, similar_batches
@@ -45,7 +45,8 @@ _MATMUL = "one large product"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="Hugging Face folder; a random Qwen3 of 30M parameters unless given")
+    made = ", ".join(ROLLOUT_MODELS)
+    parser.add_argument("--model", help=f"Hugging Face folder, or a random one of {made}; unless given, a Qwen3 of 30M")
     sizes = RowSizes()
     parser.add_argument("--rows", type=int, default=sizes.rows, help="rows of one step")
     parser.add_argument("--mean-length", type=float, default=sizes.mean_length, help="mean tokens of a row")
@@ -102,13 +103,14 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 
 
 @contextmanager
-def _model_folder(given: Path | None) -> Iterator[Path]:
+def _model_folder(given: str | None) -> Iterator[Path]:
     """The folder given, or a temporary one with a random model."""
-    if given is not None:
-        yield given
+    config = QWEN3_30M if given is None else ROLLOUT_MODELS.get(given)
+    if given is not None and config is None:
+        yield Path(given)
         return
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
-        write_model(Path(name), QWEN3_30M)
+        write_model(Path(name), config)
         yield Path(name)
 
 
