@@ -16,7 +16,7 @@ from spmdrl.observability.log import MetricsLog
 from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
 from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToken, replay_section
 from spmdrl.observability.report.report import main, write_report
-from spmdrl.observability.report.samples_section import fitting, sample_viewer
+from spmdrl.observability.report.sections import fitting, sample_viewer
 from spmdrl.observability.summary import provenance, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
 

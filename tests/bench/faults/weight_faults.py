@@ -8,7 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.checksum import SwitchRecord
+from spmdrl.dataflow.resharding.filling import SwitchRecord
 from spmdrl.dataflow.resharding.planning.buckets import Piece
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights
 from spmdrl.nouns.batch import WeightSlice, whole_slice

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from spmdrl.dataflow.resharding.checksum import all_elements, spots
+from spmdrl.dataflow.resharding.filling import all_elements, spots
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
 from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import ReshardConfig

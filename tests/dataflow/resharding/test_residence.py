@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.dataflow.resharding.residence import Residence, StateBytes
+from spmdrl.job.model.swap_choice import Residence, StateBytes
 
 GIB = 1 << 30
 SMALL = StateBytes(

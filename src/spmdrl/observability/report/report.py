@@ -22,8 +22,15 @@ from spmdrl.observability.report.curves import (
 from spmdrl.observability.report.gantt import gantt, memory_by_owner
 from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
 from spmdrl.observability.report.run_files import RunData, read_run
-from spmdrl.observability.report.samples_section import sample_viewer
-from spmdrl.observability.report.sections import COMPARED, compared, comparison, configuration, header, health
+from spmdrl.observability.report.sections import (
+    COMPARED,
+    compared,
+    comparison,
+    configuration,
+    header,
+    health,
+    sample_viewer,
+)
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.timeline import write_perfetto
 from spmdrl.runtime.screen import show
