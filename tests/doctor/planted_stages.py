@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+from spmdrl.verbs.doctor.doctor import Stage
 from spmdrl.verbs.doctor.stage_run import StageRun, StageSkipped
-from spmdrl.verbs.doctor.stage_table import Stage
 
 
 def works(run: StageRun) -> None:

@@ -14,10 +14,8 @@ import pytest
 
 from spmdrl.cli.command_line import main
 from spmdrl.config.reader import ConfigError
-from spmdrl.verbs.doctor.check_report import CheckReport, StageVerdict, verdict_of
-from spmdrl.verbs.doctor.doctor import Check, chosen_stages, run_stages
-from spmdrl.verbs.doctor.stage_run import RankOutcome
-from spmdrl.verbs.doctor.stage_table import STAGES
+from spmdrl.verbs.doctor.doctor import STAGES, Check, chosen_stages, run_stages
+from spmdrl.verbs.doctor.stage_run import CheckReport, RankOutcome, StageVerdict, verdict_of
 from tests.bench.accelerator import accelerator_bench
 from tests.doctor.planted_stages import FAULTY, HANGING, PLANTED
 from tests.support.jobs import ROOT

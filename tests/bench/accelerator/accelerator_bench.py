@@ -11,13 +11,13 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from spmdrl.verbs.doctor import doctor, stage_table
-from spmdrl.verbs.doctor.check_report import CheckReport, StageVerdict
-from spmdrl.verbs.doctor.stage_table import Stage
+from spmdrl.verbs.doctor import doctor
+from spmdrl.verbs.doctor.doctor import Stage
+from spmdrl.verbs.doctor.stage_run import CheckReport, StageVerdict
 
 _HERE = "tests.bench.accelerator"
 STAGES = (
-    *stage_table.STAGES,
+    *doctor.STAGES,
     Stage(
         "kernels", f"{_HERE}.kernel_parity:check_kernels", "each operation of the kernel table computes the plain one"
     ),

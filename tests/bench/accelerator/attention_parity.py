@@ -19,7 +19,7 @@ from spmdrl.engines.training.context.ring_attention import RingAttention, plan_r
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.device_verbs import median_seconds
 from spmdrl.verbs.doctor.stage_run import StageRun
 from tests.bench.accelerator.kernel_parity import TOLERANCES, relative_error, results_and_gradients
 

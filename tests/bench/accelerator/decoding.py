@@ -14,7 +14,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.resources.device import Device
-from spmdrl.verbs.doctor.device_times import device_seconds, median_seconds
+from spmdrl.verbs.doctor.device_verbs import device_seconds, median_seconds
 from spmdrl.verbs.doctor.stage_run import Scale, StageRun
 from tests.bench.harness.bench_models import QWEN_0_5B, QWEN_7B, TINY
 

@@ -10,7 +10,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
-from spmdrl.verbs.doctor.device_times import device_seconds
+from spmdrl.verbs.doctor.device_verbs import device_seconds
 from spmdrl.verbs.doctor.stage_run import Scale, StageRun
 from tests.bench.accelerator.decoding import random_engine
 from tests.bench.harness.bench_models import QWEN_0_5B, TINY

@@ -19,7 +19,7 @@ from spmdrl.engines.models.kernels import cuda, ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.nouns.batch import offsets_of
-from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.device_verbs import median_seconds
 from spmdrl.verbs.doctor.stage_run import StageRun, StageSkipped
 
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 3e-2}

@@ -12,7 +12,7 @@ from spmdrl.dataflow.resharding.swap import Swap
 from spmdrl.engines.models.hf.model_folder import parameter_shapes
 from spmdrl.nouns.roles import POLICY
 from spmdrl.resources.memory import MemoryLedger
-from spmdrl.verbs.doctor.device_times import device_seconds, median_seconds
+from spmdrl.verbs.doctor.device_verbs import device_seconds, median_seconds
 from spmdrl.verbs.doctor.stage_run import StageRun
 from tests.bench.harness.bench_models import QWEN_0_5B, TINY
 

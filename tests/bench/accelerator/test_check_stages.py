@@ -11,9 +11,8 @@ import torch
 
 from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.resources.world import World, open_world
-from spmdrl.verbs.doctor.check_report import StageVerdict
-from spmdrl.verbs.doctor.stage_run import StageRun
-from spmdrl.verbs.doctor.stage_table import Stage
+from spmdrl.verbs.doctor.doctor import Stage
+from spmdrl.verbs.doctor.stage_run import StageRun, StageVerdict
 from tests.bench.accelerator import kernel_parity
 from tests.bench.accelerator.accelerator_bench import STAGES, beside_goals
 from tests.bench.accelerator.kernel_parity import check_kernels, relative_error

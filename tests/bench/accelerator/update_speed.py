@@ -7,7 +7,7 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
-from spmdrl.verbs.doctor.device_times import median_seconds
+from spmdrl.verbs.doctor.device_verbs import median_seconds
 from spmdrl.verbs.doctor.stage_run import StageRun
 from tests.bench.harness.bench_models import QWEN_0_5B, TINY
 from tests.bench.training.training import MATMUL_SIZE, RowSizes, make_rows, matmul_rate, mean_loss_of, useful_flops

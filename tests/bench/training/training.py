@@ -31,7 +31,7 @@ from spmdrl.resources.device import Device
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World, open_world
-from spmdrl.verbs.doctor.device_times import device_seconds
+from spmdrl.verbs.doctor.device_verbs import device_seconds
 from tests.bench.harness.bench_models import QWEN3_30M, ROLLOUT_MODELS, write_model
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn

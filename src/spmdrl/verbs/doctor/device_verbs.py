@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.resources.device import Device
-from spmdrl.verbs.doctor.device_times import median_seconds
 from spmdrl.verbs.doctor.stage_run import StageRun
 
 _COPY_BYTES = {"full": 1 << 30, "small": 4 << 20}
@@ -159,3 +160,19 @@ _COLLECTIVES: dict[str, Callable[[StageRun], bool]] = {
     "all-to-all": _all_to_all,
     "sending around a ring": _ring,
 }
+
+
+def device_seconds(work: Callable[[], object], device: Device) -> float:
+    """Measure the seconds of one call, including its queued work on the device."""
+    device.synchronize()
+    start = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+def median_seconds(work: Callable[[], object], device: Device, *, repeats: int = 5, warm_up: int = 1) -> float:
+    """Return the median of several calls after warm-up."""
+    for _ in range(warm_up):
+        work()
+    return statistics.median(device_seconds(work, device) for _ in range(repeats))

@@ -22,10 +22,57 @@ from typing import Any
 import spmdrl
 from spmdrl.config.reader import ConfigError
 from spmdrl.runtime.screen import show
-from spmdrl.verbs.doctor.check_report import CheckReport, StageVerdict, verdict_of
 from spmdrl.verbs.doctor.commands import CommandFailed, run_to_end
-from spmdrl.verbs.doctor.stage_run import RankOutcome, Scale
-from spmdrl.verbs.doctor.stage_table import STAGES, Stage
+from spmdrl.verbs.doctor.stage_run import CheckReport, RankOutcome, Scale, StageVerdict, verdict_of
+
+_DOCTOR = "spmdrl.verbs.doctor"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. Without reasons to skip it runs on every kind of device."""
+
+    name: str
+    function: str
+    """module:function; the function takes a `StageRun`"""
+    shows: str
+    """guarantee of a passed stage"""
+    starts_jobs: bool = False
+    """true if it starts whole jobs, rather than being a rank itself"""
+    not_on_cpu: str | None = None
+    """reason for skipping it there"""
+    only_on_cuda: str | None = None
+    """reason for skipping it elsewhere"""
+    limit_seconds: float = 480.0
+    package: str | None = None
+    """required package, by its name on the package index"""
+
+    def skipped_on(self, device: Mapping[str, Any]) -> str | None:
+        """Return the reason against running on a device with these facts; None if it can."""
+        if device["kind"] == "cpu" and self.not_on_cpu:
+            return self.not_on_cpu
+        if device["kind"] != "cuda" and self.only_on_cuda:
+            return self.only_on_cuda
+        if self.package is not None and self.package.replace("-", "_") not in device:
+            return f"{self.package} is not installed"
+        return None
+
+
+STAGES = (
+    Stage("device", f"{_DOCTOR}.device_verbs:check_device", "memory, streams, pinned copies and collectives work"),
+    Stage("bfloat16", f"{_DOCTOR}.precision:check_bfloat16", "an update is the CPU's, and in bfloat16 that in float32"),
+    Stage(
+        "quickstart", f"{_DOCTOR}.whole_jobs:check_quickstart", "a job learns, twice to the same bits", starts_jobs=True
+    ),
+    Stage(
+        "vllm",
+        f"{_DOCTOR}.whole_jobs:check_vllm",
+        "vLLM sleeps, wakes and takes weights in the job's processes, and rates tokens as the trainer does",
+        starts_jobs=True,
+        package="vllm",
+    ),
+)
+
 
 _ASKING_SECONDS = 300.0
 # Kinds of device measured at full sizes.
@@ -125,15 +172,12 @@ def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
             how = verdict.verdict + (f": {verdict.reason}" if verdict.reason else "")
         show(f"{stage.name}: {how}", stream=sys.stderr)
         verdicts.append(verdict)
-    report = CheckReport(check.device, verdicts, _notes(check))
+    ranks = f"{check.num_ranks} rank{'s' * (check.num_ranks > 1)}"
+    note = f"{ranks}, {check.scale} sizes; verdicts and logs are in {check.folder}"
+    report = CheckReport(check.device, verdicts, (note,))
     (check.folder / "doctor.json").write_text(report.to_json())
     (check.folder / "doctor.md").write_text(report.to_markdown())
     return report
-
-
-def _notes(check: Check) -> tuple[str, ...]:
-    ranks = f"{check.num_ranks} rank{'s' * (check.num_ranks > 1)}"
-    return (f"{ranks}, {check.scale} sizes; verdicts and logs are in {check.folder}",)
 
 
 def _run_stage(stage: Stage, check: Check) -> StageVerdict:
