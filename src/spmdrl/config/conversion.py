@@ -4,15 +4,160 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from spmdrl.config.faults import Fault, faults_of, message_of
-from spmdrl.config.given import DEFAULT, Given, Path, find, given_of, leaves, replant, within
-from spmdrl.config.key_schema import adapter, own_keys, tag_of, tags_of
+from spmdrl.config.given import DEFAULT, Given, Path, find, given_of, inline, joined, leaves, replant, show, within
+from spmdrl.config.key_schema import (
+    adapter,
+    describe,
+    describe_bounds,
+    members_of,
+    own_keys,
+    schema,
+    tag_of,
+    tags_of,
+    type_hints,
+)
+from spmdrl.observability.terminal.spelling import nearest
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a tree."""
+
+    type: str
+    """pydantic's name for it"""
+    path: Path
+    kind: Any
+    """type that the schema expects"""
+    refusal: str = ""
+    """the message of a dataclass that refuses its own values"""
+    advice: str = ""
+    """advice for a key that another member of a union has"""
+    owner: Any = None
+    """dataclass with the key; for an item, its container"""
+
+    @property
+    def key(self) -> str:
+        key = ""
+        for step in self.path:
+            key = f"{key}[{step}]" if isinstance(step, int) else joined(key, step)
+        return key
+
+    @property
+    def is_unknown_key(self) -> bool:
+        return self.type == "unexpected_keyword_argument"
+
+    @property
+    def wants_text(self) -> bool:
+        """True if a number's text may be valid where the number isn't."""
+        return self.type in ("string_type", "literal_error")
+
+
+def faults_of(root: Any, error: ValidationError) -> list[Fault]:
+    """Return pydantic's faults of a list with one tree; of a union, those of the member most like the value."""
+    found = [_fault(root, entry) for entry in error.errors(include_url=False, include_input=False)]
+    explained = {fault.path[:length] for fault in found for length in range(len(fault.path))}
+    by_path: dict[Path, Fault] = {}
+    for fault in found:
+        if fault.path not in explained and (fault.path not in by_path or fault.wants_text):
+            by_path[fault.path] = fault
+    return list(by_path.values())
+
+
+def _fault(root: Any, entry: ErrorDetails) -> Fault:
+    """Return the fault at the end of pydantic's path: names, indices, and labels of union members."""
+    path: Path = ()
+    kind = holder = root
+    union, choice, type_ = None, "", entry["type"]
+    steps = deque(entry["loc"][1:])
+    while steps:
+        step, tags = steps.popleft(), tags_of(kind)
+        holder, union, choice = (tags[str(step)], kind, str(step)) if tags else (kind, None, "")
+        if tags or len(members_of(kind)) > 1:
+            if not steps:
+                break
+            step = steps.popleft()
+        path, kind = (*path, step), _below(holder, step)
+    tag = tag_of(kind)
+    if tag is not None and type_.startswith("union_tag"):
+        choices: Any = Literal
+        return Fault(type_, (*path, tag), choices[tuple(tags_of(kind))])
+    if type_ == "missing" and isinstance(path[-1], int):
+        return Fault("too_short", path[:-1], holder)
+    fault = Fault(type_, path, kind, str(entry.get("ctx", {}).get("error", "")), owner=holder)
+    return replace(fault, advice=_advice(fault, union, choice)) if fault.is_unknown_key and union else fault
+
+
+def _below(kind: Any, step: str | int) -> Any:
+    """Return the type of a field, item or entry of a dataclass, list or mapping, also inside a union."""
+    for member in members_of(kind):
+        arguments = get_args(member)
+        if isinstance(step, int) and get_origin(member) in (tuple, list):
+            return arguments[step if arguments[-1] is not ... and get_origin(member) is tuple else 0]
+        if isinstance(step, str) and is_dataclass(member):
+            hints: Any = type_hints
+            return hints(member).get(step)
+    return Any
+
+
+def _advice(fault: Fault, union: Any, choice: str) -> str:
+    """Return advice for a key that a section has only with other values of its tag; empty if none has it."""
+    section, _, name = fault.key.rpartition(".")
+    others = [other for other, member in tags_of(union).items() if name in type_hints(member)]
+    if not others:
+        return ""
+    tag = f"{section}.{tag_of(union)}"
+    known = f"{fault.key} is a key of {_listed(others, 'and')}, but {tag} is {choice}"
+    return f"{known}; remove it, or set {tag} to {_listed(others, 'or')}"
+
+
+def _listed(names: Sequence[str], last: str) -> str:
+    *first, end = names
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def message_of(root: Any, fault: Fault, given: Given, advice: str | None) -> str:
+    """Compose key, value, rule and a way out: the advice, the default, or a guess from the value."""
+    is_out_of_bounds = fault.type in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+    rule = describe_bounds(fault.kind) if is_out_of_bounds else describe(fault.kind)
+    way_out = advice
+    if is_out_of_bounds or (fault.type == "float_type" and isinstance(given.value, str) and not given.quoted):
+        # Members of a union may have different defaults of the key.
+        keys = [key for key in schema(root) if key.name == fault.key.partition("[")[0] and key.default is not MISSING]
+        defaults = [key.default for key in keys if key.owner is fault.owner] or [key.default for key in keys]
+        if defaults and all(default == defaults[0] for default in defaults):
+            start = "the default is" if is_out_of_bounds else "write one such as"
+            way_out = way_out or f"{start} {inline(defaults[0])}"
+    return f"{fault.key} is {show(given)}, but must be {rule}; {way_out or _way_out(fault.kind, given, fault.key)}"
+
+
+def _way_out(kind: Any, given: Given, key: str) -> str:
+    members = members_of(kind)
+    families = [get_origin(member) or member for member in members]
+    choices = [str(choice) for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    near = nearest(given.text, choices)
+    if near is not None:
+        return f"did you mean {near}?"
+    if int in families and isinstance(given.value, float):
+        return f"write {given.value:.0f}, without point or exponent" if given.value.is_integer() else "round it"
+    if given.quoted and {int, float, bool} & set(families):
+        return "remove the quotes if it is one"
+    if {tuple, list} & set(families):
+        return f"write [{given.text}]" if given.text else "write [first, second]"
+    if any(is_dataclass(member) for member in members) or dict in families:
+        return f"write its keys below {key}:, one per line, or {{name: value}}"
+    if given.value is None:
+        return "write a value, or leave the key out" + (', or "" for empty text' if str in families else "")
+    examples = {int: "8", float: "0.5", bool: "true", str: "name"}
+    example = next((examples[family] for family in families if family in examples), "null")
+    return f"write {choices[0]}" if choices else f"write one such as {example}"
 
 
 def complete(entries: dict[str, Given], owner: Any, base: object = None) -> None:
