@@ -18,10 +18,10 @@ from spmdrl.dataflow.data.column_names import (
     Messages,
     check_prompt,
     find_columns,
+    find_pair,
     is_empty,
 )
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
-from spmdrl.dataflow.data.pair_columns import find_pair
 from spmdrl.dataflow.data.published import published_columns
 from spmdrl.dataflow.data.records import BadRows, data_files, read_records
 from spmdrl.dataflow.data.synthetic import SCHEME
