@@ -83,6 +83,17 @@ def test_leftovers_that_change_nothing_are_left_out(name: str, written: dict[str
     opened(folder, tmp_path)
 
 
+def test_an_indexer_is_left_out_in_layers_that_use_the_choice_of_another(tmp_path: Path) -> None:
+    tiny_model(CASES["glm-dsa"]).save_pretrained(tmp_path / "made")
+    folder = ModelFolder.read(tmp_path / "made")
+    weights = folder.files[SINGLE]
+    weights["model.layers.1.self_attn.indexer.wk.weight"] = weights["model.layers.0.self_attn.indexer.wk.weight"]
+    opened(folder, tmp_path)
+    weights["model.layers.0.self_attn.indexer.other"] = torch.zeros(2)
+    with pytest.raises(ValueError, match="holds model.layers.0.self_attn.indexer.other, for which the config"):
+        opened(folder, tmp_path / "made")
+
+
 def test_layers_that_predict_further_tokens_are_left_out_where_the_config_announces_them(
     written: dict[str, ModelFolder], tmp_path: Path
 ) -> None:

@@ -80,6 +80,9 @@ def _is_harmless(name: str, config: DecoderConfig) -> bool:
     # Old folders hold the rotary frequencies of each layer, which follow from config.json.
     if name.endswith(".rotary_emb.inv_freq"):
         return True
+    indexer = None if config.latent is None else config.latent.indexer
+    if indexer is not None and ".self_attn.indexer." in name:
+        return name.split(".")[2] in map(str, indexer.shared_layers)
     if config.head == "value":
         # Head of the original language model; the reader refuses a bias other than 0.
         return name in (_LANGUAGE_HEAD, "score.bias")
