@@ -224,6 +224,8 @@ def test_parts_that_vllms_classes_do_not_read_from_a_config_are_refused_there(tm
             check_vllm_computes(tmp_path, decoder_config(MakeConfig(model_type=family)))
         if family != "gpt_oss":
             check_vllm_computes(tmp_path, decoder_config(MakeConfig(model_type=family, tie_word_embeddings=False)))
+    with pytest.raises(ValueError, match="vLLM gives a glm_moe_dsa a head of its own"):
+        check_vllm_computes(tmp_path, replace(decoder_config(MakeConfig()), model_type="glm_moe_dsa"))
     made = decoder_config(MakeConfig(model_type="gpt_oss", tie_word_embeddings=False))
     usual = replace(made, rope_scaling=YarnScaling(32.0, original_positions=64))
     check_vllm_computes(tmp_path, usual)

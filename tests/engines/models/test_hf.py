@@ -265,7 +265,9 @@ def test_a_glm_5_is_read_for_the_rows_in_which_its_indexer_chooses_all_tokens(tm
     of_indexers = [math.prod(shape) for name, shape in shapes.items() if ".indexer." in name]
     assert sum(of_indexers) == 78 * (2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 6144 * 32)
     shared = config_of(tmp_path, GLM_5 | {"index_topk_freq": 4, "index_skip_topk_offset": 3})
-    assert shared == config_of(tmp_path, GLM_5 | {"index_topk_pattern": ("FFF" + "SSSF" * 19)[:78]})
+    pattern = ("FFF" + "SSSF" * 19)[:78]
+    assert shared == config_of(tmp_path, GLM_5 | {"index_topk_pattern": pattern})
+    assert hf_config_dict(shared, torch.bfloat16)["index_topk_pattern"] == pattern
     for one in (config, shared):
         written = hf_config_dict(one, torch.bfloat16)
         assert (written["max_position_embeddings"], written["index_topk"]) == (202752, 2048)

@@ -30,7 +30,7 @@ from spmdrl.runtime.launch import LaunchEnvironment
 # Their backward passes have two halves, each of which would recompute every layer.
 _SPLIT_BACKWARD = ("zero_bubble", "zbv")
 # Their classes in vLLM don't read tie_word_embeddings.
-_UNTIED_IN_VLLM = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
+_UNTIED_IN_VLLM = ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss", "qwen3_next")
 
 
 def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayout) -> None:

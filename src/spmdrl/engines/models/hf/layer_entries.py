@@ -207,7 +207,8 @@ def write_glm_moe_dsa(config: DecoderConfig) -> Fields:
         "index_n_heads": indexer.num_heads,
         "index_head_dim": indexer.head_size,
         "index_topk": indexer.num_chosen,
-        "indexer_types": ["shared" if i in indexer.shared_layers else "full" for i in range(config.num_layers)],
+        # vLLM doesn't read indexer_types.
+        "index_topk_pattern": "".join("FS"[i in indexer.shared_layers] for i in range(config.num_layers)),
     }
 
 
