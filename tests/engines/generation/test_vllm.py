@@ -59,6 +59,8 @@ def test_sizes_that_the_cpu_build_has_no_kernel_for_are_refused():
         check_sizes(SPARSE, 1, [64, 128])
     with pytest.raises(ValueError, match="an expert is 64 wide and cut in 4"):
         check_sizes(SPARSE, 4, [32, 64])
+    with pytest.raises(ValueError, match="keeps a gpt_oss's experts as they were loaded first"):
+        check_sizes(decoder_config(MakeConfig(model_type="gpt_oss")), 1, [32, 64])
 
 
 def test_the_cache_on_cpu_holds_the_rows_that_run_at_once_within_a_gibibyte():

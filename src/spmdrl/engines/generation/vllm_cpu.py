@@ -27,6 +27,11 @@ def check_sizes(config: DecoderConfig, tensor: int, head_sizes: list[int]) -> No
         )
     if config.moe is None:
         return
+    if config.moe.bias:
+        raise ValueError(
+            f"vLLM on CPU keeps a {config.model_type}'s experts as they were loaded first, whatever weights come "
+            "later; set rollout.engine to native"
+        )
     width = config.moe.intermediate_size
     if width % (tensor * _EXPERT_WIDTH_MULTIPLE):
         raise ValueError(
