@@ -15,7 +15,8 @@ from spmdrl.dataflow.resharding.planning.buckets import Piece
 from spmdrl.dataflow.resharding.planning.cells import SlicedWeights, cut
 from spmdrl.dataflow.resharding.planning.plan import Shapes, lendable
 from spmdrl.dataflow.resharding.planning.slice_agreement import agree_on_plan, agree_on_shapes, refuse_together
-from spmdrl.dataflow.resharding.protocols import Generator, Shard
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.resources.collectives import Group, sum_over
@@ -162,7 +163,7 @@ class GeneratorFilling:
         self,
         world: World,
         shards: Mapping[str, Shard],
-        generator: Generator,
+        generator: GenerationEngine,
         storage: Mapping[str, Tensor],
         config: ReshardConfig,
         *,

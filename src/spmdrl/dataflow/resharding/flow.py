@@ -20,9 +20,11 @@ from torch import Tensor
 from spmdrl.dataflow.resharding.filling import GeneratorFilling, Names, Watcher
 from spmdrl.dataflow.resharding.gather import Received
 from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_version
-from spmdrl.dataflow.resharding.protocols import Generator, Shard, Trainer
 from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, StayingSwap, Swap, TensorsByName, make_host_store
 from spmdrl.dataflow.resharding.swap_space import CopyTimes
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.training.sharded_model import Shard
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.nouns.settings.flow_config import ReshardConfig
 from spmdrl.observability.fault_points import faultpoint
@@ -64,8 +66,8 @@ class ReshardingFlow:
     def __init__(
         self,
         world: World,
-        trainers: Mapping[Role, Trainer],
-        generator: Generator,
+        trainers: Mapping[Role, TrainingEngine],
+        generator: GenerationEngine,
         config: ReshardConfig,
         ledger: MemoryLedger,
         directory: Path,
@@ -329,7 +331,7 @@ class ReshardingFlow:
             )
 
 
-def _has_adapters(trainer: Trainer, generator: Generator) -> bool:
+def _has_adapters(trainer: TrainingEngine, generator: GenerationEngine) -> bool:
     return not generator.wants_iterator and any(map(trainer.updates, generator.weight_shapes()))
 
 
@@ -337,7 +339,7 @@ def _together(left: Sequence[Left]) -> Left:
     return Left(sum(one.freed_bytes for one in left), sum(one.copied_bytes for one in left))
 
 
-def groups_of(role: Role, trainer: Trainer) -> dict[str, TensorsByName]:
+def groups_of(role: Role, trainer: TrainingEngine) -> dict[str, TensorsByName]:
     """Return the tensors of a role that the swap moves, by owner."""
     groups: dict[str, TensorsByName] = {role.weights: partial(_local_tensors, trainer)}
     if role.base is not None and not all(map(trainer.updates, trainer.named_shards())):
@@ -348,9 +350,9 @@ def groups_of(role: Role, trainer: Trainer) -> dict[str, TensorsByName]:
     return groups
 
 
-def _local_tensors(trainer: Trainer, of: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+def _local_tensors(trainer: TrainingEngine, of: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     return {name: shard.tensor for name, shard in trainer.named_shards().items() if of(name)}
 
 
-def _optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
+def _optimizer_tensors(trainer: TrainingEngine) -> dict[str, Tensor]:
     return {str(number): tensor for number, tensor in enumerate(trainer.optimizer_tensors())}

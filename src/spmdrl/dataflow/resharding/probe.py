@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spmdrl.engines.training.packed_rows import Scores, TokenRows
+from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.training.packed_rows import TokenRows
+from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.resources.collectives import max_over
 
@@ -26,20 +27,6 @@ _TOLERANCE_IN_FLOAT32 = 0.01
 _TOLERANCE_IN_16_BITS = 1.0
 # In 16 bits a few tokens change an expert and then differ by nats; misplaced weights affect all.
 _EXEMPT_OF_SPARSE_IN_16_BITS = 0.25
-
-
-class RatingTrainer(Protocol):
-    """The part of a training engine that the probe calls."""
-
-    def score(self, rows: TokenRows, *, temperature: float | None = None) -> Scores: ...
-
-
-class RatingGenerator(Protocol):
-    """The part of a generation engine that the probe calls."""
-
-    version: int
-
-    def score(self, rows: Rows) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -55,8 +42,8 @@ class Probe:
 
     def __init__(
         self,
-        trainer: RatingTrainer,
-        generator: RatingGenerator,
+        trainer: TrainingEngine,
+        generator: GenerationEngine,
         rows_of_step: Callable[[int], Rows],
         *,
         tolerance: float,
