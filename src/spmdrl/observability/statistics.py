@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
+_QUANTILE = NormalDist().inv_cdf(0.975)
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value, and the interval that contains the true one with the given confidence."""
+    """A measured value, and the interval that contains the true one with a probability of 95%."""
 
     value: float
     low: float
@@ -23,13 +25,13 @@ def interval_of(estimate: Estimate) -> list[float] | None:
     return ends if all(map(math.isfinite, ends)) else None
 
 
-def wilson(num_correct: float, num_trials: int, confidence: float = 0.95) -> Estimate:
+def wilson(num_correct: float, num_trials: int) -> Estimate:
     """Estimate a proportion with Wilson's score interval (Wilson 1927), which holds near 0 and 1 and for few trials."""
     if not 0 <= num_correct <= num_trials or num_trials == 0:
         raise ValueError(
             f"{num_correct} correct of {num_trials} is no proportion; give 0 <= correct <= trials, trials > 0"
         )
-    z2 = _quantile(confidence) ** 2
+    z2 = _QUANTILE**2
     value = num_correct / num_trials
     spread = math.sqrt(z2 * (value * (1 - value) + z2 / (4 * num_trials)) / num_trials)
     center, scale = value + z2 / (2 * num_trials), 1 + z2 / num_trials
@@ -38,12 +40,12 @@ def wilson(num_correct: float, num_trials: int, confidence: float = 0.95) -> Est
     return Estimate(value, min(low, value), max(high, value))
 
 
-def average_at_k(scores_GN: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:
+def average_at_k(scores_GN: Sequence[Sequence[float]]) -> Estimate:
     """Estimate avg@k: the mean over prompts of the mean score of a prompt's k responses, scores in [0, 1].
 
     The interval is normal over prompts, since the responses of one prompt aren't independent.
     """
-    return _mean_over_prompts([fmean(scores_N) for scores_N in scores_GN], confidence)
+    return _mean_over_prompts([fmean(scores_N) for scores_N in scores_GN])
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -63,12 +65,12 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.prod(misses)
 
 
-def mean_pass_at_k(num_correct_G: Sequence[int], num_samples: int, k: int, *, confidence: float = 0.95) -> Estimate:
+def mean_pass_at_k(num_correct_G: Sequence[int], num_samples: int, k: int) -> Estimate:
     """Estimate pass@k over prompts, each with the same number of samples, with a normal interval over prompts."""
-    return _mean_over_prompts([pass_at_k(num_samples, correct, k) for correct in num_correct_G], confidence)
+    return _mean_over_prompts([pass_at_k(num_samples, correct, k) for correct in num_correct_G])
 
 
-def mean_over_prompts(values_G: Sequence[float], confidence: float = 0.95) -> Estimate:
+def mean_over_prompts(values_G: Sequence[float]) -> Estimate:
     """Estimate the mean of any values, one per prompt, with a normal interval over prompts.
 
     The interval's ends are NaN with fewer than two prompts, or values too large to be squared; without a prompt
@@ -80,7 +82,7 @@ def mean_over_prompts(values_G: Sequence[float], confidence: float = 0.95) -> Es
     if count == 1:
         return Estimate(value, math.nan, math.nan)
     variance = _mean([(each - value) * (each - value) for each in values_G]) * count / (count - 1)
-    margin = _quantile(confidence) * math.sqrt(variance / count) if math.isfinite(variance) else math.nan
+    margin = _QUANTILE * math.sqrt(variance / count) if math.isfinite(variance) else math.nan
     return Estimate(value, value - margin, value + margin)
 
 
@@ -92,18 +94,12 @@ def _mean(values: Sequence[float]) -> float:
         return sum(value / len(values) for value in values)
 
 
-def _mean_over_prompts(values_G: Sequence[float], confidence: float) -> Estimate:
+def _mean_over_prompts(values_G: Sequence[float]) -> Estimate:
     if not values_G:
         raise ValueError("an average over 0 prompts isn't defined; give at least one prompt")
     value = fmean(values_G)
     if len(values_G) == 1:
         # One prompt gives no estimate of the spread.
         return Estimate(value, 0.0, 1.0)
-    margin = _quantile(confidence) * stdev(values_G) / math.sqrt(len(values_G))
+    margin = _QUANTILE * stdev(values_G) / math.sqrt(len(values_G))
     return Estimate(value, max(0.0, value - margin), min(1.0, value + margin))
-
-
-def _quantile(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}, but must lie between 0 and 1, such as 0.95")
-    return NormalDist().inv_cdf(0.5 + confidence / 2)
