@@ -15,8 +15,7 @@ from torch import Tensor
 from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
 from spmdrl.algorithms.terms.pairs import PAIR, PairLoss, PairTokens, preference_loss, reward_loss
 from spmdrl.config.config import RewardModelConfig, SftConfig
-from spmdrl.dataflow.data.learnt_rows import LearntRows
-from spmdrl.dataflow.data.prompts import Prompt
+from spmdrl.dataflow.data.prompts import LearntRows, Prompt
 from spmdrl.engines.models.renderer import MarkedTokens, Renderer
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.engines.training.packed_rows import LossFunction, LossTerms, MicroBatch, Scores, TokenRows

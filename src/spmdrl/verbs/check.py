@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from spmdrl.config.config import Config
 from spmdrl.config.given import DEFAULT, inline, shortened, value_leaves
 from spmdrl.config.reader import LoadedConfig, start_up
-from spmdrl.dataflow.data.learnt_rows import LearntRows
-from spmdrl.dataflow.data.prompts import PromptSource
+from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.checked_rows import unread_columns

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spmdrl.dataflow.data.data_rows import Row, SourceRows
-from spmdrl.dataflow.data.learnt_rows import LearntRows
-from spmdrl.dataflow.data.prompts import Prompt, PromptSource
+from spmdrl.dataflow.data.prompts import LearntRows, Prompt, PromptSource
 from spmdrl.dataflow.data.records import BadRows
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.data_config import DataConfig, DataSource, TemplateOptions

@@ -1,4 +1,7 @@
-"""Prompts in an order that is a pure function of (seed, step): a run resumes with no state but its step."""
+"""Prompts in an order that is a pure function of (seed, step): a run resumes with no state but its step.
+
+For training on data, also the answers to learn: one, every one of a conversation, or a pair of responses.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,9 +19,9 @@ from spmdrl.dataflow.data.column_names import Messages
 from spmdrl.dataflow.data.data_rows import Row, SourceRows
 from spmdrl.dataflow.data.formats import BadRow, Flaw
 from spmdrl.dataflow.data.records import BadRows
-from spmdrl.engines.models.renderer import Answer, Renderer, TokenizedPrompts
+from spmdrl.engines.models.renderer import Answer, MarkedTokens, Renderer, TokenizedPrompts
 from spmdrl.nouns.batch import Batch, offsets_of
-from spmdrl.nouns.settings.data_config import DataConfig
+from spmdrl.nouns.settings.data_config import DataConfig, RowNotRendered
 
 logger = logging.getLogger(__name__)
 
@@ -243,3 +246,67 @@ def random_order(size: int, key: tuple[int, ...]) -> np.ndarray:
     Sorted raw bits: NumPy promises the bits of Philox to stay the same over its versions, but not `permutation`.
     """
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(size), kind="stable")
+
+
+# Tokens that a template may add around an answer.
+_MOST_AROUND = 256
+
+
+@dataclass(frozen=True)
+class LearntRows:
+    """Rows as a model learns them."""
+
+    renderer: Renderer
+    turns: Literal["last", "all"] = "last"
+
+    def of(self, prompt: Prompt) -> list[MarkedTokens]:
+        """Return the row's tokens with its answer, or with either one of a pair. Raises ValueError, naming the row."""
+        try:
+            return self._of(prompt)
+        except RowNotRendered as problem:
+            raise RowNotRendered(f"row {prompt.id} can't be learnt: {problem}") from None
+
+    def _of(self, prompt: Prompt) -> list[MarkedTokens]:
+        answers, messages = answers_of(prompt), prompt.original
+        if self.turns == "last" or isinstance(messages, str) or not self.renderer.uses_template(messages):
+            return [self.renderer.answer(messages, answer, prompt.columns) for answer in answers]
+        (answer,), before = answers, list(messages)
+        if isinstance(answer, str):
+            # A text continues the assistant's message that ends the prompt.
+            begun = before.pop().get("content") or "" if before[-1]["role"] == "assistant" else ""
+            answer = {"role": "assistant", "content": begun + answer}
+        return [self.renderer.conversation([*before, answer], prompt.columns)]
+
+    def check(self, vocab_size: int, max_positions: int, rule: str = "") -> Callable[[Prompt], None]:
+        """Return a function that raises Flaw for a row that such a model can't learn; `rule` sets the positions."""
+        # Other tokenizers have no such token, and tokenizing all answers of a large file takes minutes.
+        may_be_foreign = self.renderer.tokenizer.highest_id >= vocab_size
+        is_first = True
+
+        def check_row(prompt: Prompt) -> None:
+            nonlocal is_first
+            # A token has at least one byte, so few answers must be rendered.
+            sizes = [len(str(answer).encode()) for answer in answers_of(prompt)]
+            is_short = len(prompt.prompt_ids) + 2 * max(sizes) + _MOST_AROUND <= max_positions
+            if is_short and not (is_first or may_be_foreign or self.turns == "all"):
+                return
+            is_first = False
+            try:
+                rows = self._of(prompt)
+            except RowNotRendered as problem:
+                raise Flaw("not_rendered", f"it can't be learnt: {problem}") from None
+            if (length := max(len(row.ids) for row in rows)) > max_positions:
+                limit = f"{max_positions} positions{rule}"
+                raise Flaw("row_too_long", f"it has {length} tokens, but the model has {limit}")
+            if (highest := max(max(row.ids) for row in rows)) >= vocab_size:
+                problem_of_token = self.renderer.tokenizer.unknown_token(highest, vocab_size)
+                raise Flaw("unknown_token", f"its answer can't be learnt: {problem_of_token}")
+
+        return check_row
+
+
+def answers_of(prompt: Prompt) -> tuple[Answer, ...]:
+    """Answer to learn of a row: its completion or answer; of a pair, the preferred response and the other one."""
+    answer = prompt.answer if prompt.completion is None else prompt.completion
+    assert answer is not None, f"row {prompt.id} has no answer, which reading it should have refused"
+    return (answer,) if prompt.rejected is None else (answer, prompt.rejected)

@@ -13,8 +13,7 @@ import torch
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import start_up
-from spmdrl.dataflow.data.learnt_rows import LearntRows
-from spmdrl.dataflow.data.prompts import PromptSource
+from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
 from spmdrl.dataflow.stages.inference import TeachersPrompts
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.foreign_folder import try_folder
