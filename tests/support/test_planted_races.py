@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.pinned_store import PinnedStore, _EventTicket
-from spmdrl.dataflow.resharding.swap import Swap
+from spmdrl.dataflow.resharding.swap import PinnedStore, Swap, _EventTicket
 from spmdrl.engines.parallel.axis_collectives import RingShift
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger

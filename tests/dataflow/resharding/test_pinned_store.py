@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.dataflow.resharding.pinned_store import PinnedStore
-from spmdrl.dataflow.resharding.swap import Swap
+from spmdrl.dataflow.resharding.swap import PinnedStore, Swap
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger
 
