@@ -9,9 +9,18 @@ from time import perf_counter, sleep
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.timeline import HeldMemory, Moved, Span, Timeline, read_timeline, timeline_file
+from spmdrl.observability.timeline import (
+    PART_BYTES,
+    HeldMemory,
+    Moved,
+    Span,
+    Timeline,
+    closed_parts,
+    read_part,
+    read_timeline,
+    timeline_file,
+)
 from spmdrl.observability.timeline_lines import LineReader, LineWriter, MemorySnapshot
-from spmdrl.observability.timeline_parts import PART_BYTES, closed_parts, read_part
 from tests.observability.synthetic import write_run
 
 OWNERS = ("bucket", "generation_weights", "gradients", "kv_cache", "optimizer", "reference_weights", "update_weights")

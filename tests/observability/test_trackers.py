@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.nouns.settings.log_config import LogConfig
-from spmdrl.observability.log import MetricsLog, SampleRecord
-from spmdrl.observability.trackers import TrackedRun
+from spmdrl.observability.log import MetricsLog, SampleRecord, TrackedRun
 from tests.support.jobs import ROOT, environment, finished, run_job, tiny_config
 
 RUN = TrackedRun("run 7", "sums", {"optim": {"lr": 1e-3}, "seed": 0})

@@ -19,7 +19,7 @@ from spmdrl.job.run.run_folder import on_main
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import at_ends, trouble_of
-from spmdrl.observability.log import METRICS_FILE, read_metrics
+from spmdrl.observability.log import METRICS_FILE, TrackedRun, read_metrics
 from spmdrl.observability.outage import best_effort
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.report.report import write_report
@@ -32,7 +32,6 @@ from spmdrl.observability.summary import (
     write_summary,
 )
 from spmdrl.observability.terminal.console import Console
-from spmdrl.observability.trackers import TrackedRun
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, UNSAVED, code_of_stop, stop_words
 

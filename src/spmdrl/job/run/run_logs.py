@@ -8,14 +8,13 @@ from pathlib import Path
 
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.health import HealthWatch, counts_so_far
-from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog
+from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog, TrackedRun
 from spmdrl.observability.metrics import Recorder, Stat, Table, encode, merge, table_of, totals_of
 from spmdrl.observability.outage import best_effort, take_num_refused
 from spmdrl.observability.slow_ranks import SlowRanks, ratios
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline import Timeline, timeline_file, truncate_other_ranks
-from spmdrl.observability.trackers import TrackedRun
 from spmdrl.resources.collectives import gather_and_agree, gather_bytes
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.main_thread import work_sampler
