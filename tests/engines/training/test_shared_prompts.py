@@ -20,7 +20,7 @@ from spmdrl.nouns.batch import WeightSlice, offsets_of
 from spmdrl.nouns.partition import TOKENS, RowCost
 from spmdrl.nouns.roles import Rating
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.model_sizes import MoeConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, MoeConfig, WindowConfig
 from spmdrl.nouns.settings.training_config import OptimConfig, RoutingConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
@@ -31,6 +31,8 @@ from tests.support.tuned import TunedTraining
 
 DENSE = replace(CONFIG, intermediate_size=16)
 SPARSE = replace(DENSE, model_type="qwen3_moe", moe=MoeConfig(4, 2, 16, normalize=True, dense_layers=(0,)))
+WINDOWED = replace(DENSE, attention_sinks=True, window=WindowConfig(4, layers=(0,)))
+DELTAS = replace(DENSE, attention_gate=True, delta=DeltaSizes((0,), 2, 4, key_size=4, value_size=6, conv_width=4))
 ADAPTED = replace(DENSE, lora=LoraConfig(rank=2))
 PROMPTS, RESPONSES = [9, 5, 2, 12], [4, 1, 7, 0, 3, 6]
 
@@ -108,6 +110,8 @@ def gradient_of(engine: TrainingEngine, rows: TokenRows, loss=weighted_nll) -> t
 CASES = {
     "dense": (DENSE, {}),
     "latent": (LATENT, {}),
+    "windows and sinks": (WINDOWED, {}),
+    "delta nets": (DELTAS, {}),
     "adapters": (ADAPTED, {}),
     "sparse": (SPARSE, {}),
     "balance": (SPARSE, {"routing": RoutingConfig(aux_loss_coefficient=0.3)}),
