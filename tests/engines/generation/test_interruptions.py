@@ -12,7 +12,7 @@ from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import PartialResponse, Request, Response
 from spmdrl.engines.models.hf.families import FAMILIES
 from spmdrl.nouns.settings.rollout_config import SamplingParams
-from tests.engines.generation.schedules import ROUNDING, Schedule, engine_of, rest_of
+from tests.engines.generation.schedules import Schedule, engine_of, rest_of
 from tests.engines.generation.support import prompt_of, request, run
 from tests.support.made import WINDOW, small_decoders
 
@@ -36,12 +36,18 @@ class Mode:
     prompt: tuple[int, ...]
     is_exact: bool
 
+    @property
+    def places(self) -> range:
+        """Numbers of the prompt's tokens: all, or every seventh of the longer one."""
+        return range(1, len(self.prompt), 1 if self.is_exact else 7)
+
     def compare(self, found: dict[int, Response], wanted: dict[int, Response]) -> None:
         for row, response in wanted.items():
             assert (found[row].token_ids, found[row].finish) == (response.token_ids, response.finish), row
             if self.is_exact:
                 assert found[row].logprobs == response.logprobs, row
-            torch.testing.assert_close(found[row].logprobs, response.logprobs, **ROUNDING)
+            # Rounding errors of 1e-7, enlarged by three layers of large weights.
+            torch.testing.assert_close(found[row].logprobs, response.logprobs, atol=5e-4, rtol=0)
 
 
 # Both prompts are beyond the window; the tokens of the longer one attend in two ways, one by one and in tiles.
@@ -86,7 +92,7 @@ def test_a_prompt_may_be_computed_in_chunks_cut_anywhere(family, mode):
     engine = engine_of(SMALL[family], Schedule({"max_prefill_tokens": len(mode.prompt)}))
     requests = requests_for(mode.prompt)
     wanted = alone(engine, requests)
-    for cut in range(1, len(mode.prompt)):
+    for cut in mode.places:
         engine.version += 1
         # What another prompt leaves of the step's tokens.
         other = prompt_of(len(mode.prompt) - cut, seed=1)
@@ -146,7 +152,7 @@ def test_prompts_may_begin_alike_for_any_number_of_tokens(family, mode):
     engine = engine_of(SMALL[family], Schedule({}))
     requests = requests_for(mode.prompt)
     wanted = alone(engine, requests)
-    for num in range(len(mode.prompt) + 1):
+    for num in (0, *mode.places, len(mode.prompt)):
         engine.version += 1
         other = (*mode.prompt[:num], *prompt_of(7, seed=1))
         engine.submit([request(other, [OTHER], GREEDY)])
