@@ -37,7 +37,7 @@ QWEN3 = replace(
 )
 QWEN3_5 = replace(
     QWEN3, model_type="qwen3_5_text", vocab_size=248320, hidden_size=2560, intermediate_size=9216, num_heads=16,
-    num_kv_heads=4, head_size=256, rotary_size=64, rope_theta=1e7, attention_gate=True, norm_adds_one=True,
+    num_kv_heads=4, head_size=256, rotary_size=64, rope_theta=1e7, attention_gate=True, norm_offset=1.0,
     delta=DeltaSizes(
         layers=(0,), num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, conv_width=4
     ),
@@ -111,7 +111,7 @@ PUBLISHED: dict[str, DecoderConfig] = {
     "gemma3_text": replace(
         LLAMA, model_type="gemma3_text", vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_heads=8,
         num_kv_heads=4, head_size=256, rms_eps=1e-6, rope_theta=1e6, qk_norm=True, tied_head=True, rope_scaling=None,
-        window=WindowConfig(1024, (0,), rope_theta=10000.0), attention_scale=256**-0.5, norm_adds_one=True,
+        window=WindowConfig(1024, (0,), rope_theta=10000.0), attention_scale=256**-0.5, norm_offset=1.0,
         output_norms=True, scales_embedding=True, gelu=True,
     ),
     "qwen3_5_text": QWEN3_5,

@@ -40,7 +40,7 @@ MODELS = {
     "delta nets": replace(
         DENSE,
         attention_gate=True,
-        norm_adds_one=True,
+        norm_offset=1.0,
         rotary_size=8,
         delta=DeltaSizes((0,), num_key_heads=2, num_value_heads=4, key_size=12, value_size=10, conv_width=4),
     ),

@@ -161,7 +161,7 @@ ROLLOUT_MODELS = {
         head_size=256,
         rotary_size=64,
         attention_gate=True,
-        norm_adds_one=True,
+        norm_offset=1.0,
         delta=DeltaSizes(
             (0, 1, 2, 4, 5, 6), num_key_heads=8, num_value_heads=8, key_size=128, value_size=128, conv_width=4
         ),
@@ -218,7 +218,7 @@ LAYOUT_MODELS: dict[str, DecoderConfig] = {
         # it divides by them: with an eps of 1e-6, rounding of weights moves the next gradients by 1.5e-4.
         rms_eps=1e-2,
         attention_gate=True,
-        norm_adds_one=True,
+        norm_offset=1.0,
         delta=DeltaSizes((0, 1), num_key_heads=4, num_value_heads=8, key_size=16, value_size=6, conv_width=4),
     ),
     "sinks": replace(
@@ -236,7 +236,7 @@ LAYOUT_MODELS: dict[str, DecoderConfig] = {
         model_type="gemma3_text",
         attention_bias=False,
         attention_scale=0.25,
-        norm_adds_one=True,
+        norm_offset=1.0,
         output_norms=True,
         # Norms give every block's output a size of about 1; a larger embedding keeps rounding from growing by layers.
         scales_embedding=True,

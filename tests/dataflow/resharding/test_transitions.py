@@ -75,7 +75,7 @@ HYBRID = replace(
     moe=None,
     rotary_size=2,
     attention_gate=True,
-    norm_adds_one=True,
+    norm_offset=1.0,
     delta=DeltaSizes((0, 2), num_key_heads=2, num_value_heads=8, key_size=4, value_size=3, conv_width=3),
 )
 SINKS = replace(

@@ -35,8 +35,8 @@ class AttentionConfig:
     bias: bool
     """True if the query, key and value projections have biases."""
     output_bias: bool
-    norm_adds_one: bool = False
-    """True if the head norms multiply by 1 + weight."""
+    norm_offset: float | None = None
+    """Number that is added to the weights of head norms."""
     scale: float | None = None
     """Factor of the scores; None is 1 / sqrt(K)."""
     window: int | None = None
@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def _head_norm(config: AttentionConfig) -> RMSNorm:
-        return RMSNorm(config.head_size, config.rms_eps, adds_one=config.norm_adds_one)
+        return RMSNorm(config.head_size, config.rms_eps, config.norm_offset)
 
     def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         q_THK, k_TJK, v_TJK = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.project(hidden_TD))

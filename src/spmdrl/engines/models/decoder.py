@@ -86,8 +86,8 @@ class DecoderConfig:
     """Factor of attention's scores; None is 1 / sqrt(K)."""
     attention_gate: bool = False
     """True if the query projection also gives a gate of each head's output."""
-    norm_adds_one: bool = False
-    """True if norms multiply by 1 + weight (Gemma, Qwen3.5)."""
+    norm_offset: float | None = None
+    """Number added to norms' weights, which then multiply in float32: 1 in Gemma 3 and Qwen3.5, 0 in Gemma 4."""
     output_norms: bool = False
     """True if attention and feed-forward have norms of their outputs too (Gemma)."""
     scales_embedding: bool = False
@@ -179,7 +179,7 @@ class DecoderConfig:
             qk_norm=self.qk_norm,
             bias=self.attention_bias,
             output_bias=self.output_bias,
-            norm_adds_one=self.norm_adds_one,
+            norm_offset=self.norm_offset,
             scale=self.attention_scale,
             window=self.window.size if self.window is not None and layer in self.window.layers else None,
             has_sinks=self.attention_sinks,
@@ -226,7 +226,7 @@ class DecoderLayer(nn.Module):
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_eps, adds_one=config.norm_adds_one)
+    return RMSNorm(config.hidden_size, config.rms_eps, config.norm_offset)
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> FeedForward | SparseFeedForward:

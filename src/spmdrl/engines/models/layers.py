@@ -61,17 +61,18 @@ class Mix(Attend, Recurrence, Protocol):
 class RMSNorm(nn.Module):
     """Root mean square normalization over the last dim (arXiv:1910.07467, eq. 4), computed in float32."""
 
-    def __init__(self, size: int, eps: float, *, adds_one: bool = False):
-        """With `adds_one` the factor is 1 + weight, and applied in float32 too (Gemma)."""
+    def __init__(self, size: int, eps: float, offset: float | None = None):
+        """With an `offset` the factor is offset + weight, and applied in float32 too (Gemma)."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self.adds_one = adds_one
+        self.offset = offset
 
     def forward(self, values: Tensor) -> Tensor:
-        if not self.adds_one:
+        if self.offset is None:
             return ops.rms_norm(values, self.weight, self.eps)
-        return ops.rms_norm(values.to(torch.float32), 1 + self.weight.to(torch.float32), self.eps).to(values.dtype)
+        factor = self.offset + self.weight.to(torch.float32)
+        return ops.rms_norm(values.to(torch.float32), factor, self.eps).to(values.dtype)
 
 
 # A plain class, because FSDP's mixed precision casts every float tensor in a layer's arguments to bfloat16, also inside

@@ -55,7 +55,7 @@ def decoder_config(make: MakeConfig) -> DecoderConfig:
         attention_sinks=is_oss,
         attention_scale=make.head_size**-0.5 if is_gemma else None,
         attention_gate=is_hybrid,
-        norm_adds_one=is_hybrid or is_gemma,
+        norm_offset=1.0 if is_hybrid or is_gemma else None,
         output_norms=is_gemma,
         scales_embedding=is_gemma,
         gelu=is_gemma,
@@ -82,7 +82,7 @@ class RandomWeights:
     def __init__(self, config: DecoderConfig, seed: int):
         self._shapes = parameter_shapes(config)
         self._num_residual_writes = 2 * config.num_layers
-        self._norm = 0.0 if config.norm_adds_one else 1.0
+        self._norm = 1.0 - (config.norm_offset or 0.0)
         self._seed = seed
 
     @property

@@ -247,7 +247,7 @@ def write_gpt_oss(config: DecoderConfig) -> Fields:
 def read_qwen3_5(raw: Mapping[str, Any]) -> Fields:
     """Read gated attention, norms that add one, and gated delta networks."""
     only(raw, "attn_output_gate", True)
-    return {"attention_gate": True, "norm_adds_one": True, "delta": _delta(raw)}
+    return {"attention_gate": True, "norm_offset": 1.0, "delta": _delta(raw)}
 
 
 def read_qwen3_5_moe(raw: Mapping[str, Any]) -> Fields:
@@ -322,7 +322,7 @@ def read_gemma3(raw: Mapping[str, Any]) -> Fields:
     only(raw, "use_bidirectional_attention", False)
     interval = whole_number(raw, "sliding_window_pattern", 6)
     return {
-        "norm_adds_one": True,
+        "norm_offset": 1.0,
         "output_norms": True,
         "scales_embedding": True,
         "gelu": True,
