@@ -380,6 +380,12 @@ def test_a_gpt_oss_without_rope_parameters_is_refused(tmp_path: Path) -> None:
     assert full.attention_sinks and full.rope_scaling is None
 
 
+def test_a_model_whose_window_holds_the_longest_row_is_written_without_one(tmp_path: Path) -> None:
+    gpt_oss = QWEN2 | {"model_type": "gpt_oss", "num_local_experts": 4, "rope_parameters": {"rope_theta": 1e4}}
+    config = config_of(tmp_path, gpt_oss | {"sliding_window": 32768})
+    assert config.window is None and config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
+
+
 def test_a_llama_with_a_window_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sliding_window 9 is not supported in this family"):
         config_of(tmp_path, QWEN2 | {"model_type": "llama", "sliding_window": 9})

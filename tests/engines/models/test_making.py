@@ -26,6 +26,7 @@ TINY = MakeConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=48)
         {"model_type": "glm4_moe"},
         {"model_type": "gpt_oss", "sliding_window": 3},
         {"model_type": "gemma3_text", "sliding_window": 3},
+        {"model_type": "gemma3_text", "num_hidden_layers": 1},
         {"model_type": "qwen3_5_text"},
         {"model_type": "qwen3_5_moe_text"},
         {"model_type": "qwen3_next", "first_k_dense_replace": 1},
@@ -33,7 +34,7 @@ TINY = MakeConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=48)
     ids=lambda sizes: "-".join(map(str, sizes.values())),
 )
 def test_a_made_model_has_parity_in_transformers(sizes: dict[str, object], tmp_path: Path) -> None:
-    make = MakeConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=48, **sizes)  # type: ignore[arg-type]
+    make = MakeConfig(**{"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, **sizes})  # type: ignore
     make_model_folder(tmp_path / "model", make, seed=3)
     assert read_config(tmp_path / "model") == decoder_config(make)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()

@@ -440,12 +440,10 @@ def refuse_windows(raw: Mapping[str, Any]) -> None:
 
 
 def _written_window(config: DecoderConfig) -> Fields:
-    """Return the entries of a window, if any."""
-    window = config.window
-    if window is None:
-        return {}
-    kinds = [_WINDOWED if layer in window.layers else _FULL for layer in range(config.num_layers)]
-    return {"sliding_window": window.size, "layer_types": kinds}
+    """Return the entries of windows: without the types of layers some would be taken to have one."""
+    layers = () if config.window is None else config.window.layers
+    kinds = [_WINDOWED if layer in layers else _FULL for layer in range(config.num_layers)]
+    return {"layer_types": kinds, **({} if config.window is None else {"sliding_window": config.window.size})}
 
 
 def count_of_experts(raw: Mapping[str, Any], key: str) -> int:
