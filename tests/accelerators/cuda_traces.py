@@ -116,7 +116,7 @@ def differentiate(cuda: FakeCuda, *, config: DecoderConfig, dtype: torch.dtype) 
     tokens_T = torch.zeros(sum(LENGTHS), dtype=torch.int64, device=cuda.device)
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS]).to(cuda.device)
     places_P = torch.arange(sum(LENGTHS) - 1, device=cuda.device)
-    head = LogprobHead(places_P, tokens_T[1:])
+    head = LogprobHead(places_P, tokens_T[1:], softcap=config.logit_softcap)
     logprobs_P, entropy_P = decoder(tokens_T, positions_T, PackedCausalAttention(offsets_of(LENGTHS)), head)
     assert logprobs_P.dtype == entropy_P.dtype == torch.float32
     (logprobs_P + entropy_P).sum().backward()

@@ -40,6 +40,8 @@ def packed_logits(decoder: Decoder, rows: list[Tensor]) -> list[Tensor]:
     attend = PackedCausalAttention(offsets_of(lengths))
     tokens_T = torch.cat(rows).to(device)
     logits_TV = decoder(tokens_T, positions_T, attend, lambda hidden_TD, head_VD: hidden_TD @ head_VD.T)
+    if (cap := decoder.config.logit_softcap) is not None:
+        logits_TV = cap * (logits_TV / cap).tanh()
     return list(logits_TV.cpu().split(lengths))
 
 

@@ -20,17 +20,22 @@ def one_thread():
 
 
 @pytest.mark.parametrize("width", [4, 13, 86, 128])
-def test_gates_have_the_same_bits_in_any_batch(width):
+def test_gates_and_softcaps_have_the_same_bits_in_any_batch(width):
     gate, up = torch.randn(2, 300, width, generator=torch.Generator().manual_seed(1)) * 4
     beside_each_other = torch.cat((gate, up), 1).split(width, 1)
     assert torch.equal(invariant.swiglu(*beside_each_other), invariant.swiglu(gate, up))
+    gelu, capped = invariant.geglu(gate, up), invariant.softcap(10 * gate, 5.0)
     whole, sigmoid, softplus = invariant.swiglu(gate, up), invariant.sigmoid(gate), invariant.softplus(gate)
     for start, stop in ((0, 1), (3, 5), (7, 60), (290, 300)):
         part = slice(start, stop)
         assert torch.equal(invariant.swiglu(gate[part].clone(), up[part].clone()), whole[part])
+        assert torch.equal(invariant.geglu(gate[part].clone(), up[part].clone()), gelu[part])
+        assert torch.equal(invariant.softcap(10 * gate[part], 5.0), capped[part])
         assert torch.equal(invariant.sigmoid(gate[part].clone()), sigmoid[part])
         assert torch.equal(invariant.softplus(gate[part].clone()), softplus[part])
     torch.testing.assert_close(whole, plain.swiglu(gate, up), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gelu, F.gelu(gate, approximate="tanh") * up, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(capped, 5 * (2 * gate).tanh(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(sigmoid, gate.sigmoid(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(softplus, F.softplus(gate), rtol=1e-6, atol=1e-6)
 

@@ -30,27 +30,36 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(tensor.to(chosen_device()) for tensor in (hidden_RD, head_weight_VD, targets_R))
 
 
+def all_logprobs(hidden_RD: Tensor, head_weight_VD: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """The definition, all at once."""
+    logits_RV = hidden_RD @ head_weight_VD.T
+    if softcap is not None:
+        logits_RV = softcap * (logits_RV / softcap).tanh()
+    return torch.log_softmax(logits_RV / temperature, dim=-1)
+
+
 def reference(
-    hidden_RD: Tensor, head_weight_VD: Tensor, targets_R: Tensor, temperature: float
+    hidden_RD: Tensor, head_weight_VD: Tensor, targets_R: Tensor, temperature: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in float64 and all at once."""
-    all_RV = torch.log_softmax(hidden_RD @ head_weight_VD.T / temperature, dim=-1)
+    all_RV = all_logprobs(hidden_RD, head_weight_VD, temperature, softcap)
     return all_RV.gather(1, targets_R[:, None]).squeeze(1), -(all_RV.exp() * all_RV).sum(-1)
 
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("chunk_bytes", [1, CHUNK_BYTES, 1 << 20])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
-def test_values_and_gradients_equal_the_float64_definition(chunk_bytes, weights):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_values_and_gradients_equal_the_float64_definition(chunk_bytes, weights, softcap):
     hidden_RD, head_weight_VD, targets_R = inputs()
     pulls = torch.linspace(-1, 1, NUM_ROWS, device=hidden_RD.device)
     results = []
     for dtype in (torch.float32, torch.float64):
         hidden, head = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden_RD, head_weight_VD))
         if dtype == torch.float32:
-            outputs = logprobs_and_entropy(hidden, head, targets_R, temperature=0.7, chunk_bytes=chunk_bytes)
+            scales = {"temperature": 0.7, "softcap": softcap}
+            outputs = logprobs_and_entropy(hidden, head, targets_R, **scales, chunk_bytes=chunk_bytes)
         else:
-            outputs = reference(hidden, head, targets_R, 0.7)
+            outputs = reference(hidden, head, targets_R, 0.7, softcap)
         sum(
             weight * (pulls.to(dtype) * output).sum() for weight, output in zip(weights, outputs, strict=True)
         ).backward()
@@ -237,29 +246,30 @@ def rest_of(all_RV: Tensor, ids_RJ: Tensor) -> Tensor:
     return all_RV.scatter(1, ids_RJ, -torch.inf).logsumexp(-1, keepdim=True)
 
 
-def expected_of_several() -> tuple[Tensor, ...]:
+def expected_of_several(softcap: float | None) -> tuple[Tensor, ...]:
     hidden_RD, head_weight_VD = (tensor.cpu().double().requires_grad_() for tensor in inputs()[:2])
-    all_RV = torch.log_softmax(hidden_RD @ head_weight_VD.T / 0.7, dim=-1)
+    all_RV = all_logprobs(hidden_RD, head_weight_VD, 0.7, softcap)
     targets_RJ, entropy_R = several_targets().cpu(), -(all_RV.exp() * all_RV).sum(-1)
     logprobs_RJ = torch.cat((all_RV.gather(1, targets_RJ), rest_of(all_RV, targets_RJ[:, 1:])), 1)
     pulled(logprobs_RJ[:, 0], entropy_R, logprobs_RJ[:, 1:]).backward()
     return logprobs_RJ.detach(), hidden_RD.grad, head_weight_VD.grad, all_RV.detach()
 
 
-def _several_by_parts(world: World):
+def _several_by_parts(world: World, softcap: float | None):
     """Log-probs of several targets with gradients, and the likeliest tokens, of a part of the vocabulary."""
     axis = build_update_mesh(UpdateLayout(shard=1, tensor=world.size), world.device, world.rank).tensor
     hidden_RD, head_weight_VD, _ = inputs()
     vocabulary = VocabularyPart.of(VOCAB, axis)
     head_weight_VD = head_weight_VD[vocabulary.start : vocabulary.stop].clone().requires_grad_()
     hidden_RD.requires_grad_()
+    scales = {"temperature": 0.7, "softcap": softcap}
     rated = logprobs_and_entropy(
-        hidden_RD, head_weight_VD, several_targets(), temperature=0.7, vocabulary=vocabulary, chunk_bytes=CHUNK_BYTES
+        hidden_RD, head_weight_VD, several_targets(), **scales, vocabulary=vocabulary, chunk_bytes=CHUNK_BYTES
     )
     pulled(*rated).backward()
     places_P = torch.arange(NUM_ROWS, device=hidden_RD.device)
     own = slice(axis.rank * NUM_ROWS // axis.size, (axis.rank + 1) * NUM_ROWS // axis.size)
-    head = LikeliestHead(places_P, NUM_LIKELIEST, VOCAB - 3, vocabulary, temperature=0.7)
+    head = LikeliestHead(places_P, NUM_LIKELIEST, VOCAB - 3, vocabulary, **scales)
     with torch.no_grad():
         likeliest = head(hidden_RD[own], head_weight_VD)
     return [
@@ -278,10 +288,10 @@ NUM_LIKELIEST = 17
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_several_tokens_are_rated_in_each_place_and_the_likeliest_found(num_ranks):
-    logprobs_RJ, by_hidden_RD, by_head_VD, all_RV = expected_of_several()
-    results = run_ranks(num_ranks, _several_by_parts)
+@pytest.mark.parametrize(("num_ranks", "softcap"), [(1, None), (3, None), (3, 5.0)])
+def test_several_tokens_are_rated_in_each_place_and_the_likeliest_found(num_ranks, softcap):
+    logprobs_RJ, by_hidden_RD, by_head_VD, all_RV = expected_of_several(softcap)
+    results = run_ranks(num_ranks, _several_by_parts, softcap)
     torch.testing.assert_close(
         sum(by_hidden for _, by_hidden, *_ in results).double(), by_hidden_RD, rtol=2e-5, atol=1e-5
     )

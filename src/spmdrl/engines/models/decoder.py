@@ -94,6 +94,8 @@ class DecoderConfig:
     """True if embeddings are multiplied by sqrt(D) (Gemma)."""
     gelu: bool = False
     """True if the feed-forward's gate is GELU in its tanh form rather than SiLU."""
+    logit_softcap: float | None = None
+    """Bound c of a language model's logits, which are c * tanh(product / c), before any temperature (Gemma 4)."""
     head: Literal["vocab", "value"] = "vocab"
     """vocab: a language model's logits, from lm_head or the embedding; value: one number per token, from score."""
     lora: LoraConfig | None = None

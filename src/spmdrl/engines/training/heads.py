@@ -28,7 +28,7 @@ from spmdrl.nouns.roles import Rating
 from spmdrl.resources.mesh import Axis
 
 LOGITS_CHUNK_BYTES = 128 << 20
-"""Size of one float32 [C, V] tensor; up to three of them are alive at a time."""
+"""Size of one float32 [C, V] tensor; up to three of them are alive at a time, with a softcap four."""
 NOTHING = -1e4
 """Log-prob of an empty set of tokens: finite, so that differences stay defined."""
 
@@ -55,6 +55,8 @@ class LogprobHead:
     vocabulary: VocabularyPart | None = None
     """This rank's part, if a tensor axis cuts the vocabulary."""
     temperature: float = 1.0
+    softcap: float | None = None
+    """As in `DecoderConfig`."""
     copies: Copies | None = None
     """As in `MicroBatch`."""
 
@@ -64,7 +66,12 @@ class LogprobHead:
             hidden_TD = gather_rows(hidden_TD, self.vocabulary.axis)
         hidden_PD = _at_places(hidden_TD, self.places_P, self.copies)
         return logprobs_and_entropy(
-            hidden_PD, weight_VD, self.targets_P, temperature=self.temperature, vocabulary=self.vocabulary
+            hidden_PD,
+            weight_VD,
+            self.targets_P,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            vocabulary=self.vocabulary,
         )
 
 
@@ -80,6 +87,8 @@ class LikeliestHead:
     vocabulary: VocabularyPart | None = None
     """This rank's part, if a tensor axis cuts the vocabulary."""
     temperature: float = 1.0
+    softcap: float | None = None
+    """As in `DecoderConfig`."""
     copies: Copies | None = None
     """As in `MicroBatch`."""
 
@@ -92,7 +101,7 @@ class LikeliestHead:
         ids_PJ = self.places_P.new_empty(len(hidden_PD), self.num_likeliest)
         logprobs_PJ = hidden_PD.new_empty((len(hidden_PD), self.num_likeliest + 1), dtype=torch.float32)
         for rows in _chunks(len(hidden_PD), widest, LOGITS_CHUNK_BYTES):
-            logits_CV = _logits(hidden_PD[rows], weight_VD, self.temperature)
+            logits_CV = _logits(hidden_PD[rows], weight_VD, self.temperature, self.softcap)
             ids_CJ, largest_CJ = self._largest(logits_CV)
             rated = _rate(logits_CV, ids_CJ, self.vocabulary)
             ids_PJ[rows] = ids_CJ
@@ -152,22 +161,25 @@ def logprobs_and_entropy(
     targets_P: Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     vocabulary: VocabularyPart | None = None,
     chunk_bytes: int = LOGITS_CHUNK_BYTES,
 ) -> tuple[Tensor, ...]:
     """Return log p(target) [P] and entropy in nats [P] for p = softmax(hidden @ head.T / temperature), both float32.
 
-    With several targets per place, [P, J], log-probs are the first target's; a third output has the J - 1 others',
-    followed by that of all remaining tokens together [P, J]. The matrix product runs in the dtype of its inputs, all
-    else in float32. Logits are computed chunk by chunk, and again in backward, except the last chunk's, which are kept
-    unless another call follows. Both outputs have gradients to `hidden_PD` and `head_weight_VD`.
+    A `softcap` applies to the products before the temperature. With several targets per place, [P, J], log-probs are
+    the first target's; a third output has the J - 1 others', followed by that of all remaining tokens together [P, J].
+    The matrix product runs in the dtype of its inputs, all else in float32. Logits are computed chunk by chunk, and
+    again in backward, except the last chunk's, which are kept unless another call follows. Both outputs have gradients
+    to `hidden_PD` and `head_weight_VD`.
 
     With a `vocabulary` this is collective over its axis in forward, not in backward: all its ranks pass the same hidden
     states and targets and get the same results. With the same loss on each of them, the gradient to `hidden_PD` is this
     rank's part of a sum over the axis.
     """
     targets_PJ = targets_P[:, None] if targets_P.ndim == 1 else targets_P
-    rated = _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_PJ, temperature, vocabulary, chunk_bytes)
+    scales = temperature, softcap
+    rated = _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_PJ, scales, vocabulary, chunk_bytes)
     return rated[: targets_P.ndim + 1]
 
 
@@ -178,7 +190,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         hidden_PD: Tensor,
         head_weight_VD: Tensor,
         targets_PJ: Tensor,
-        temperature: float,
+        scales: tuple[float, float | None],
         vocabulary: VocabularyPart | None,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +204,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         others_PJ = logprobs_P.new_empty(len(targets_PJ), targets_PJ.shape[1] if rates_others else 0)
         ctx.last = _LastLogits()
         for rows in chunks:
-            logits_CV = _logits(hidden_PD[rows], head_weight_VD, temperature)
+            logits_CV = _logits(hidden_PD[rows], head_weight_VD, *scales)
             rated = _rate(logits_CV, targets_PJ[rows], vocabulary)
             logprobs_P[rows] = rated.logprobs_CJ[:, 0]
             if rates_others:
@@ -205,14 +217,15 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             del logits_CV
         rest_P = others_PJ[:, -1] + log_sum_P if rates_others else None
         ctx.save_for_backward(hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P, rest_P)
-        ctx.temperature, ctx.vocabulary, ctx.chunks = temperature, vocabulary, chunks
+        ctx.scales, ctx.vocabulary, ctx.chunks = scales, vocabulary, chunks
         ctx.set_materialize_grads(False)
         return logprobs_P, entropy_P, others_PJ
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_PD, head_weight_VD, targets_PJ, entropy_P, highest_P, log_sum_P, rest_P = ctx.saved_tensors
-        by_first_P, by_entropy_P, by_others_PJ = (None if by is None else by / ctx.temperature for by in gradients)
+        temperature, softcap = ctx.scales
+        by_first_P, by_entropy_P, by_others_PJ = (None if by is None else by / temperature for by in gradients)
         by_logprob_PJ = None if by_first_P is None else by_first_P[:, None]
         if by_others_PJ is not None:
             first_P1 = by_others_PJ.new_zeros(len(by_others_PJ), 1) if by_logprob_PJ is None else by_logprob_PJ
@@ -223,7 +236,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         for rows in reversed(ctx.chunks):
             above_CV = ctx.last.take()
             if above_CV is None:
-                above_CV = _logits(hidden_PD[rows], head_weight_VD, ctx.temperature).sub_(highest_P[rows, None])
+                above_CV = _logits(hidden_PD[rows], head_weight_VD, *ctx.scales).sub_(highest_P[rows, None])
+            slope_CV = None
+            if softcap is not None:
+                # 1 - tanh^2, where above + highest are tanh * softcap / temperature.
+                slope_CV = (above_CV + highest_P[rows, None]).mul_(temperature / softcap).square_().neg_().add_(1)
             by_rest_CV = None
             if by_others_PJ is not None:
                 by_rest_CV = _without(above_CV, targets_PJ[rows, 1:], ctx.vocabulary).sub_(rest_P[rows, None]).exp_()
@@ -241,7 +258,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 by_logits_CV.scatter_add_(1, columns_CJ, by_logprob_PJ[rows, : rated_CJ.shape[1]] * here_CJ)
             if by_rest_CV is not None:
                 by_logits_CV.add_(by_rest_CV)
-            del above_CV, by_rest_CV
+            if slope_CV is not None:
+                by_logits_CV.mul_(slope_CV)
+            del above_CV, by_rest_CV, slope_CV
             by_logits_CV = by_logits_CV.to(head_weight_VD.dtype)
             by_hidden_PD[rows] = ops.linear(by_logits_CV, head_weight_VD.T)
             ops.add_matmul(by_head_VD, by_logits_CV, hidden_PD[rows])
@@ -285,8 +304,10 @@ def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]
     yield from (slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float) -> Tensor:
+def _logits(hidden_CD: Tensor, head_weight_VD: Tensor, temperature: float, softcap: float | None) -> Tensor:
     logits_CV = ops.linear(hidden_CD, head_weight_VD).to(torch.float32)
+    if softcap is not None:
+        logits_CV = ops.softcap(logits_CV, softcap)
     return logits_CV if temperature == 1 else logits_CV.div_(temperature)
 
 

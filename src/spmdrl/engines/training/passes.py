@@ -65,6 +65,7 @@ class Passes:
         self._mesh = model.mesh
         self._device = device.torch_device
         self._temperature = temperature
+        self._softcap = model.config.logit_softcap
         self._rating = rating
         self._dtype = dtype
         self._sharing = sharing
@@ -201,12 +202,12 @@ class Passes:
         if micro.targets_P is None:
             return ValueHead(micro.places_P, self._mesh.tensor, micro.copies)
         temperature = self._temperature if temperature is None else temperature
-        return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature, micro.copies)
+        return LogprobHead(micro.places_P, micro.targets_P, self._vocabulary, temperature, self._softcap, micro.copies)
 
     def likeliest_head(self, micro: MicroBatch, num_likeliest: int, vocab_size: int) -> TokenHead:
         """Return a head that finds the likeliest tokens of the first `vocab_size` after each place."""
         return LikeliestHead(
-            micro.places_P, num_likeliest, vocab_size, self._vocabulary, self._temperature, micro.copies
+            micro.places_P, num_likeliest, vocab_size, self._vocabulary, self._temperature, self._softcap, micro.copies
         )
 
     def _laid_out(self, rows: TokenRows, members: Sequence[int]) -> tuple[TokenRows, SharedLayout | None]:

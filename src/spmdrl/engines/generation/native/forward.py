@@ -25,6 +25,7 @@ from spmdrl.engines.generation.native.engine_weights import PackedWeights
 from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, Chunk, FedToken
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
+from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.plain import LEAST_ROWS
 from spmdrl.engines.models.layers import Mix, PackedCausalAttention
 from spmdrl.engines.models.moe import Route
@@ -173,11 +174,12 @@ class CachedDecoder:
         """Return all logits [B, V], the same bits on every rank of the tensor axis."""
         vocabulary = self._vocabulary
         logits_BV = self.weights.logits(hidden_BD)
-        if vocabulary.axis.size == 1:
-            return logits_BV
-        padded_BV = F.pad(logits_BV, (0, vocabulary.widest - logits_BV.shape[1]))
-        parts_ABV = gather_rows(padded_BV, vocabulary.axis).unflatten(0, (vocabulary.axis.size, -1))
-        return parts_ABV.transpose(0, 1).flatten(1)[:, : vocabulary.size]
+        if vocabulary.axis.size > 1:
+            padded_BV = F.pad(logits_BV, (0, vocabulary.widest - logits_BV.shape[1]))
+            parts_ABV = gather_rows(padded_BV, vocabulary.axis).unflatten(0, (vocabulary.axis.size, -1))
+            logits_BV = parts_ABV.transpose(0, 1).flatten(1)[:, : vocabulary.size]
+        cap = self._decoder.config.logit_softcap
+        return logits_BV if cap is None else ops.softcap(logits_BV.float(), cap)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -46,6 +46,10 @@ def softplus(x: Tensor) -> Tensor:
     return _in_whole_vectors(F.softplus, x)
 
 
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    return _in_whole_vectors(torch.tanh, logits.div_(cap)).mul_(cap)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _in_whole_vectors(F.silu, gate) * up
 
@@ -72,6 +76,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "geglu": geglu,
     "sigmoid": sigmoid,
     "softplus": softplus,
+    "softcap": softcap,
     "grouped_linear": grouped_linear,
     "linear": linear,
     # Its bits differ from F.linear's.

@@ -28,6 +28,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "geglu": {"cpu": plain.geglu, "cuda": plain.geglu, "npu": plain.geglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
     "softplus": {"cpu": plain.softplus, "cuda": plain.softplus, "npu": plain.softplus},
+    "softcap": {"cpu": plain.softcap, "cuda": plain.softcap, "npu": plain.softcap},
     "masked_attention": {"cpu": plain.masked_attention, "cuda": plain.masked_attention, "npu": plain.masked_attention},
     "grouped_linear": {"cpu": cpu.grouped_linear, "cuda": cuda.grouped_linear, "npu": npu.grouped_linear},
     "linear": {"cpu": cpu.linear, "cuda": F.linear, "npu": F.linear},
@@ -110,6 +111,11 @@ def sigmoid(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """Return log(1 + exp(x))."""
     return implementation("softplus", x)(x)
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap) of float32 logits, which are overwritten. No gradient."""
+    return implementation("softcap", logits)(logits, cap)
 
 
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:

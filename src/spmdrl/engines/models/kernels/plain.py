@@ -63,6 +63,10 @@ def softplus(x: Tensor) -> Tensor:
     return F.softplus(x)
 
 
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
 def linear(rows_MD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Compute F.linear with the same bits for each row, however many there are."""
     lacking = LEAST_ROWS - len(rows_MD)
