@@ -84,6 +84,7 @@ GEMMA3 = {
     # Its embedding would be zero, and without a gradient.
     "pad_token_id": None,
 }
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": THETA, "partial_rotary_factor": 0.25}
 GPT_OSS = {
     "head_dim": 16,
     "intermediate_size": 24,
@@ -147,6 +148,7 @@ CASES = {
         {**GEMMA3, "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {**PLAIN, "rope_theta": 50.0}}},
     ),
     "gemma3-pattern": Case(Gemma3TextConfig, {**GEMMA3, "layer_types": None, "sliding_window_pattern": 3}, tied=True),
+    "llama-proportional": Case(LlamaConfig, {"head_dim": 16, "rope_parameters": PROPORTIONAL}),
     "gpt-oss": Case(GptOssConfig, {**GPT_OSS, "sliding_window": 4}),
     "gpt-oss-plain-rope": Case(GptOssConfig, {**GPT_OSS, "sliding_window": 3, "rope_parameters": PLAIN}, tied=True),
     "gpt-oss-kinds": Case(

@@ -123,7 +123,23 @@ class YarnScaling:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotation of a share of the pairs, the fastest, with the frequencies that they have among all (Gemma 4)."""
+
+    amplitude: ClassVar[float] = 1.0
+    latent_softmax_factor: ClassVar[float] = 1.0
+
+    share: float
+    """Rotated share of each head."""
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Stop all other frequencies [K / 2]."""
+        places = torch.arange(len(frequencies), device=frequencies.device)
+        return frequencies * (places < int(self.share * 2 * len(frequencies) // 2))
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
 
 
 def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:

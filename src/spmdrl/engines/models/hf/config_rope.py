@@ -1,12 +1,18 @@
-"""Rotary frequencies in config.json: base and scaling (linear, llama3, yarn), in transformers' old and new spelling."""
+"""Rotary frequencies in config.json: the base, and all kinds of scaling, in transformers' old and new spelling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.engines.models.hf.config_values import entries, flag, number, only, whole_number
-from spmdrl.engines.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from spmdrl.engines.models.hf.config_values import entries, flag, number, only, optional_number, whole_number
+from spmdrl.engines.models.rope_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 # The last two are shares of an image's axes (Qwen3.5), along all of which a text's positions are the same.
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
@@ -27,6 +33,7 @@ _KEYS_OF_KIND = {
         "mscale",
         "mscale_all_dim",
     },
+    "proportional": set(),
 }
 
 
@@ -52,10 +59,20 @@ def _rope_key(raw: Mapping[str, Any]) -> str:
 
 def read_rotary_share(raw: Mapping[str, Any], default: float | None) -> float:
     """Return the rotated share of each head; without a default it must be 1."""
-    given = {**raw, **rope_entries(raw)}
+    rope = rope_entries(raw)
+    if _kind_of(rope) == "proportional":
+        if default is not None:
+            raise ValueError("rope of kind 'proportional' is not supported beside a partial rotation of this family")
+        # Its share is of the frequencies, and a kind of scaling.
+        return 1.0
+    given = {**raw, **rope}
     if default is None:
         only(given, "partial_rotary_factor", 1.0)
         return 1.0
+    return _share(given, default)
+
+
+def _share(given: Mapping[str, Any], default: float | None = None) -> float:
     share = number(given, "partial_rotary_factor", default)
     if share > 1:
         raise ValueError(f"partial_rotary_factor is {share}, but must be a share of at most 1")
@@ -65,7 +82,7 @@ def read_rotary_share(raw: Mapping[str, Any], default: float | None) -> float:
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
     """Return the frequencies' base and scaling; raises ValueError for any other kind of scaling."""
     key, rope = _rope_key(raw), rope_entries(raw)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _kind_of(rope)
     if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
         supported = ", ".join(map(repr, _KEYS_OF_KIND))
         raise ValueError(f"{key} of kind {kind!r} is not supported; supported are {supported}")
@@ -78,10 +95,18 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rope
     return number(given, "rope_theta"), _scaling(kind, rope, raw)
 
 
+def _kind_of(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """Return the entries of config.json, for readers from before and after transformers 5."""
     if scaling is None:
         return {"rope_theta": theta, "rope_parameters": plain_rope(theta)}
+    if isinstance(scaling, ProportionalScaling):
+        kind = {"rope_type": "proportional", "partial_rotary_factor": scaling.share}
+        # No reader from before has this kind.
+        return {"rope_theta": theta, "rope_parameters": plain_rope(theta) | kind}
     rope: dict[str, Any]
     if isinstance(scaling, LinearScaling):
         rope = {"rope_type": "linear", "factor": scaling.factor}
@@ -117,6 +142,8 @@ def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope
         return None
     if kind == "linear":
         return LinearScaling(number(rope, "factor"))
+    if kind == "proportional":
+        return ProportionalScaling(_share(rope))
     max_positions = whole_number(raw, "max_position_embeddings")
     # In transformers' order: beside the scaling, inside it, and else no row is longer than before.
     inside = whole_number(
@@ -138,11 +165,7 @@ def _scaling(kind: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
         truncate=flag(rope, "truncate", default=True),
-        attention_factor=_optional(rope, "attention_factor"),
-        mscale=_optional(rope, "mscale"),
-        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+        attention_factor=optional_number(rope, "attention_factor"),
+        mscale=optional_number(rope, "mscale"),
+        mscale_all_dim=optional_number(rope, "mscale_all_dim"),
     )
-
-
-def _optional(rope: Mapping[str, Any], key: str) -> float | None:
-    return None if rope.get(key) is None else number(rope, key)

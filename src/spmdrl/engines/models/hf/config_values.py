@@ -34,6 +34,11 @@ def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> fl
     return float(value)
 
 
+def optional_number(raw: Mapping[str, Any], key: str) -> float | None:
+    """Return a number above 0; None for a missing or null one."""
+    return None if raw.get(key) is None else number(raw, key)
+
+
 def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
     """Return true or false; a missing one is the default. Some readers take null for false, others for missing."""
     value = raw.get(key, default)
