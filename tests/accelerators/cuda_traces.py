@@ -64,7 +64,7 @@ def engines() -> Iterator[tuple[str, Trace]]:
     yield "reward model", reward_model
     for family in ("qwen2", "deepseek_v3"):
         yield f"frozen {family}, bfloat16", partial(score, config=PUBLISHED[family])
-    for family in ("qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text"):
+    for family in ("qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_text"):
         yield f"generation, {family}, bfloat16", partial(generate, config=PUBLISHED[family], dtype=torch.bfloat16)
     for family, config in PUBLISHED.items():
         if config.moe is None and config.window is None and config.delta is None:

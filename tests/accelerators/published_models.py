@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
+from spmdrl.engines.models.rope_scaling import Llama3Scaling, ProportionalScaling, YarnScaling
 from spmdrl.nouns.settings.model_sizes import (
     ClampedGate,
     DeltaSizes,
     IndexerSizes,
+    KeySizes,
     LatentConfig,
     MoeConfig,
     WindowConfig,
@@ -113,6 +114,13 @@ PUBLISHED: dict[str, DecoderConfig] = {
         num_kv_heads=4, head_size=256, rms_eps=1e-6, rope_theta=1e6, qk_norm=True, tied_head=True, rope_scaling=None,
         window=WindowConfig(1024, (0,), rope_theta=10000.0), attention_scale=256**-0.5, norm_offset=1.0,
         output_norms=True, scales_embedding=True, gelu=True,
+    ),
+    "gemma4_text": replace(
+        LLAMA, model_type="gemma4_text", vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_heads=32,
+        num_kv_heads=16, head_size=256, rms_eps=1e-6, rope_theta=1e6, qk_norm=True, v_norm=True, tied_head=True,
+        window=WindowConfig(1024, (0,), rope_theta=10000.0), full=KeySizes(512, 4, are_values=True),
+        rope_scaling=ProportionalScaling(0.25), attention_scale=1.0, norm_offset=0.0, output_norms=True,
+        scales_layers=True, scales_embedding=True, gelu=True, logit_softcap=30.0,
     ),
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": replace(QWEN3_5, model_type="qwen3_5_moe_text", hidden_size=2048, moe=SHARED),

@@ -37,6 +37,7 @@ def small_decoders() -> dict[str, DecoderConfig]:
         "glm4_moe": SPARSE,
         "gpt_oss": {**SPARSE, "sliding_window": WINDOW},
         "gemma3_text": {"sliding_window": WINDOW},
+        "gemma4_text": {"sliding_window": WINDOW},
         "qwen3_5_text": {},
         "qwen3_5_moe_text": SPARSE,
         "qwen3_next": {**SPARSE, "first_k_dense_replace": 1},

@@ -20,7 +20,7 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.roles import POLICY
 from spmdrl.nouns.settings.flow_config import Executor, ReshardConfig
-from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, KeySizes, LatentConfig, MoeConfig, WindowConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig, SamplingParams
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
@@ -87,7 +87,24 @@ SINKS = replace(
     window=WindowConfig(5, layers=(0, 2)),
     moe=replace(MOE.moe, dense_layers=(), bias=True, clamp=ClampedGate(7.0, 1.702)),
 )
-MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT, "hybrid": HYBRID, "sinks": SINKS}
+SHARED_KEYS = replace(
+    MOE,
+    model_type="gemma4_text",
+    moe=None,
+    norm_offset=0.0,
+    output_norms=True,
+    scales_layers=True,
+    window=WindowConfig(5, layers=(0, 2)),
+    full=KeySizes(head_size=6, num_kv_heads=1, are_values=True),
+)
+MODELS = {
+    "dense": DENSE,
+    "moe": MOE,
+    "latent": LATENT,
+    "hybrid": HYBRID,
+    "sinks": SINKS,
+    "shared keys": SHARED_KEYS,
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +139,7 @@ ON_2_RANKS = [
     Transitions("latent", [UpdateLayout(expert=2)], [GenerationLayout(2), GenerationLayout(expert=2)]),
     Transitions("hybrid", [UpdateLayout(), fixed(tensor=2)], [GenerationLayout(), GenerationLayout(2)]),
     Transitions("sinks", [UpdateLayout(expert=2), fixed(tensor=2)], [GenerationLayout(2), GenerationLayout(expert=2)]),
+    Transitions("shared keys", [UpdateLayout(), fixed(tensor=2)], [GenerationLayout(), GenerationLayout(2)]),
 ]
 ON_4_RANKS = [
     Transitions(

@@ -34,6 +34,7 @@ FAMILIES = {
     # Windows that all but one of the rows outgrow.
     "gpt_oss": decoder_config(MakeConfig(model_type="gpt_oss", sliding_window=6, **SIZES)),
     "gemma3_text": decoder_config(MakeConfig(model_type="gemma3_text", sliding_window=5, **SIZES)),
+    "gemma4_text": decoder_config(MakeConfig(model_type="gemma4_text", sliding_window=5, **SIZES)),
     "qwen3_5_text": decoder_config(MakeConfig(model_type="qwen3_5_text", **SIZES)),
     "qwen3_next": decoder_config(MakeConfig(model_type="qwen3_next", **SIZES)),
 }
@@ -101,7 +102,7 @@ def rollout_of(config: DecoderConfig, schedule: Schedule, tensor: int) -> Rollou
         pairs = zip(held, block_bytes.items(), strict=True)
         bounded = sum(count * size for count, (kind, size) in pairs if kind != StateKind())
         # A block more: the half is rounded down.
-        cache_bytes = max(cache_bytes + bounded, 2 * bounded) + sum(block_bytes.values())
+        cache_bytes = 2 * max(cache_bytes, bounded) + sum(block_bytes.values())
     return replace(rollout, kv_cache_gib=cache_bytes / 2**30)
 
 

@@ -40,6 +40,7 @@ from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import MakeConfig
+from tests.engines.models.support import load_decoder, packed_logits
 from tests.support.quantized_folders import quantize_to_fp8
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -210,6 +211,22 @@ def test_gemma3_is_read_under_every_prefix_that_transformers_reads(prefix: str, 
     save_file({key.replace("language_model.model.", prefix): one for key, one in load_file(path).items()}, path)
     found = read_all(WeightFiles(tmp_path, case.forms))
     assert found.keys() == expected.keys() and all(torch.equal(one, expected[key]) for key, one in found.items())
+
+
+def test_the_language_model_of_a_gemma4_folder_computes_as_the_whole_one_does_on_text(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    dense = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "initializer_range": 0.3}
+    keys = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16}
+    text = {**SIZES, **HEADS, **dense, **keys, "use_bidirectional_attention": "vision"}
+    config = Gemma4Config(text_config=text, vision_config=GEMMA_TOWER, audio_config=None)
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.model.language_model.layers[0].layer_scalar.fill_(0.7)
+    theirs.save_pretrained(tmp_path)
+    row = torch.arange(3, 20)
+    with torch.no_grad():
+        expected = theirs(input_ids=row[None], mm_token_type_ids=torch.zeros_like(row)[None]).logits[0]
+        [found] = packed_logits(load_decoder(tmp_path), [row])
+    assert (found - expected).abs().max() < 1e-5
 
 
 def test_missing_and_surplus_weights_are_named_as_files_name_them(

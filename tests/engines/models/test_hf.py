@@ -23,7 +23,7 @@ from spmdrl.engines.models.hf.model_folder import (
 )
 from spmdrl.engines.models.rope_scaling import YarnScaling
 from spmdrl.nouns.settings.model_config import MakeConfig, ModelConfig
-from spmdrl.nouns.settings.model_sizes import MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import KeySizes, MoeConfig, WindowConfig
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -378,6 +378,79 @@ def test_a_gpt_oss_without_rope_parameters_is_refused(tmp_path: Path) -> None:
         config_of(tmp_path, gpt_oss)
     full = config_of(tmp_path, gpt_oss | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     assert full.attention_sinks and full.rope_scaling is None
+
+
+GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+# Gemma 4 31B's entries that matter here.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "use_bidirectional_attention": "vision",
+    "rope_parameters": GEMMA4_ROPES,
+}
+
+
+def test_a_gemma4_has_other_keys_in_layers_without_a_window(tmp_path: Path) -> None:
+    config = config_of(tmp_path, GEMMA4)
+    assert config.full == KeySizes(512, 4, are_values=True) and config.tied_head and config.logit_softcap == 30.0
+    assert [mixer.head_size for mixer in config.mixers[:6]] == [256] * 5 + [512]
+    assert [mixer.num_kv_heads for mixer in config.mixers[:6]] == [16] * 5 + [4]
+    assert config_of(tmp_path, hf_config_dict(config, torch.bfloat16)) == config
+    assert config_of(tmp_path, {"model_type": "gemma4", "text_config": GEMMA4}) == config
+    by_layer = {str(layer): {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)}
+    assert config_of(tmp_path, GEMMA4 | {"global_head_dim": None, "per_layer_config": by_layer}) == config
+    plain = config_of(tmp_path, GEMMA4 | {"attention_k_eq_v": False})
+    assert plain.full == KeySizes(512, 16), "num_global_key_value_heads counts with attention_k_eq_v alone"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20, but .* keys and values of earlier ones .E2B, E4B."),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256, but .* each layer .E2B, E4B."),
+        ({"enable_moe_block": True}, "enable_moe_block is True, but .* experts beside the feed-forward .26B-A4B."),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        ({"rope_parameters": None}, "rope_parameters.full_attention.rope_type is None .* supported is 'proportional'"),
+        ({"rope_scaling": GEMMA4_ROPES}, "and rope_scaling .'full_attention': .* in rope_parameters"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, but must be a number above 0"),
+        ({"num_global_key_value_heads": 3}, "num_attention_heads 32 is not a multiple of num_key_value_heads 3"),
+        (
+            {"per_layer_config": {"5": {"head_dim": 512}}},
+            "per_layer_config .* that aren't sliding_attention",
+        ),
+        (
+            {"per_layer_config": {"0": {"head_dim": 512}}},
+            "per_layer_config .* that aren't sliding_attention",
+        ),
+        (
+            {"per_layer_config": {str(layer): {"intermediate_size": 9} for layer in range(5, 60, 6)}},
+            "per_layer_config .* is not supported",
+        ),
+    ],
+)
+def test_what_a_gemma4_cannot_do_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(tmp_path, GEMMA4 | change)
 
 
 def test_a_model_whose_window_holds_the_longest_row_is_written_without_one(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ TINY = MakeConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=48)
         {"model_type": "gpt_oss", "sliding_window": 3},
         {"model_type": "gemma3_text", "sliding_window": 3},
         {"model_type": "gemma3_text", "num_hidden_layers": 1},
+        {"model_type": "gemma4_text", "sliding_window": 3},
         {"model_type": "qwen3_5_text"},
         {"model_type": "qwen3_5_moe_text"},
         {"model_type": "qwen3_next", "first_k_dense_replace": 1},

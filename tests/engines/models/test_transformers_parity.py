@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
@@ -85,6 +86,19 @@ GEMMA3 = {
     "pad_token_id": None,
 }
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": THETA, "partial_rotary_factor": 0.25}
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": {**PLAIN, "rope_theta": 100.0}},
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": None,
+}
 GPT_OSS = {
     "head_dim": 16,
     "intermediate_size": 24,
@@ -148,6 +162,28 @@ CASES = {
         {**GEMMA3, "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {**PLAIN, "rope_theta": 50.0}}},
     ),
     "gemma3-pattern": Case(Gemma3TextConfig, {**GEMMA3, "layer_types": None, "sliding_window_pattern": 3}, tied=True),
+    "gemma4": Case(Gemma4TextConfig, GEMMA4, tied=True),
+    "gemma4-values": Case(
+        Gemma4TextConfig,
+        {**GEMMA4, "attention_k_eq_v": False, "attention_bias": True, "final_logit_softcapping": None},
+    ),
+    # The last layer, too, would have a window.
+    "gemma4-pattern": Case(
+        Gemma4TextConfig,
+        {**GEMMA4, "layer_types": None, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+        tied=True,
+    ),
+    "gemma4-one-shape": Case(
+        Gemma4TextConfig,
+        {
+            **GEMMA4,
+            "global_head_dim": 8,
+            "num_global_key_value_heads": None,
+            "layer_types": ["sliding_attention"] * 4,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {**GEMMA4["rope_parameters"], "full_attention": PLAIN},
+        },
+    ),  # fmt: skip
     "llama-proportional": Case(LlamaConfig, {"head_dim": 16, "rope_parameters": PROPORTIONAL}),
     "gpt-oss": Case(GptOssConfig, {**GPT_OSS, "sliding_window": 4}),
     "gpt-oss-plain-rope": Case(GptOssConfig, {**GPT_OSS, "sliding_window": 3, "rope_parameters": PLAIN}, tied=True),
@@ -216,7 +252,7 @@ def tiny_model(case: Case) -> PreTrainedModel:
             # Norms and biases start constant, which would hide that one of them is missing.
             if weight.dim() == 1 or name.endswith("_bias"):
                 weight.add_(0.3 * torch.randn_like(weight))
-            assert weight.std() > 0, f"{name} is constant"
+            assert weight.numel() == 1 or weight.std() > 0, f"{name} is constant"
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from spmdrl.engines.parallel.tensor_parallel import (
 )
 from spmdrl.engines.parallel.weight_cuts import Parts, VocabularyPart
 from spmdrl.engines.training.heads import LogprobHead, ValueHead
-from spmdrl.nouns.settings.model_sizes import MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import KeySizes, MoeConfig, WindowConfig
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis, build_update_mesh
 from spmdrl.resources.world import World
@@ -29,6 +29,18 @@ from tests.support.ranks import run_ranks
 DENSE = replace(CONFIG, model_type="llama", intermediate_size=12, attention_bias=True, mlp_bias=True)
 TIED = replace(DENSE, tied_head=True, attention_bias=False)
 SINKS = replace(TIED, attention_sinks=True, window=WindowConfig(3, layers=(0,)))
+# Two key heads with values of their own, then one for both.
+SHARED_KEYS = replace(
+    TIED,
+    attention_bias=True,
+    v_norm=True,
+    norm_offset=0.0,
+    output_norms=True,
+    scales_layers=True,
+    window=WindowConfig(3, layers=(0,)),
+    full=KeySizes(head_size=6, num_kv_heads=1, are_values=True),
+    logit_softcap=2.0,
+)
 SPARSE = replace(DENSE, moe=MoeConfig(num_experts=5, experts_per_token=2, intermediate_size=8, normalize=True))
 # All of DeepSeek-V3: latent attention, a dense layer, then one with groups of experts and a shared one.
 DEEPSEEK = replace(
@@ -77,7 +89,11 @@ def rate(decoder: Decoder, axis: Axis) -> dict[str, Tensor]:
     positions_T, attend = packed(LENGTHS)
     places_P = (positions_T[1:] > 0).nonzero().flatten()
     head = LogprobHead(
-        places_P, tokens_T[places_P + 1], VocabularyPart.of(decoder.config.vocab_size, axis), TEMPERATURE
+        places_P,
+        tokens_T[places_P + 1],
+        VocabularyPart.of(decoder.config.vocab_size, axis),
+        TEMPERATURE,
+        decoder.config.logit_softcap,
     )
     balance = Balance()
     logprobs_P, entropy_P = decoder(tokens_T, positions_T, attend, head, balance)
@@ -102,7 +118,9 @@ def _rated_in_parts(world: World, config: DecoderConfig):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("config", "num_ranks"), [(DENSE, 4), (TIED, 2), (SINKS, 4), (SPARSE, 2), (DEEPSEEK, 4)])
+@pytest.mark.parametrize(
+    ("config", "num_ranks"), [(DENSE, 4), (TIED, 2), (SINKS, 4), (SHARED_KEYS, 2), (SPARSE, 2), (DEEPSEEK, 4)]
+)
 def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
     alone = axis_of("tensor")
     whole = fill(*cut_decoder(config, alone))
@@ -118,7 +136,7 @@ def test_a_cut_decoder_computes_what_the_whole_one_does(config, num_ranks):
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("config", [DENSE, TIED, SINKS, SPARSE, DEEPSEEK])
+@pytest.mark.parametrize("config", [DENSE, TIED, SINKS, SHARED_KEYS, SPARSE, DEEPSEEK])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_first_holders_hold_every_element_once(config, num_ranks):
     held = {}

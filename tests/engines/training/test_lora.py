@@ -17,7 +17,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import trainer_state
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.model_sizes import DeltaSizes, MoeConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, KeySizes, MoeConfig, WindowConfig
 from spmdrl.nouns.settings.training_config import TrainingConfig
 from spmdrl.resources.layout import UpdateLayout, fit_update_layout
 from spmdrl.resources.mesh import build_update_mesh
@@ -55,12 +55,16 @@ MODELS = {
     "latent": replace(LATENT, lora=LORA),
     "untied": replace(DENSE, tied_head=False),
     "hybrid": HYBRID,
+    "shared keys": replace(
+        DENSE, window=WindowConfig(3, layers=(0, 2)), full=KeySizes(6, num_kv_heads=1, are_values=True), v_norm=True
+    ),
 }
 ON_TWO = [
     ("dense", UpdateLayout(shard=2)),
     ("dense", UpdateLayout(data=2, shard=1)),
     ("dense", UpdateLayout(shard=1, tensor=2)),
     ("latent", UpdateLayout(shard=1, tensor=2)),
+    ("shared keys", UpdateLayout(shard=1, tensor=2)),
     ("dense", UpdateLayout(shard=1, context=2)),
     ("dense", UpdateLayout(shard=1, context=2, context_kind="ulysses")),
     ("dense", UpdateLayout(shard=1, pipeline=2)),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spmdrl.engines.models.attention import AttentionConfig
 from spmdrl.engines.models.decoder import DecoderConfig
 
 _EXPERT_WIDTH_MULTIPLE = 32
@@ -20,9 +21,10 @@ _MOST_CACHE_BYTES = 1 << 30
 
 def check_sizes(config: DecoderConfig, tensor: int, head_sizes: list[int]) -> None:
     """Raise ValueError for sizes that the kernels can't compute, or can't reload weights for."""
-    if config.latent is None and config.head_size not in head_sizes:
+    sizes = {mixer.head_size for mixer in config.mixers if isinstance(mixer, AttentionConfig)}
+    if lacking := sorted(sizes.difference(head_sizes)):
         raise ValueError(
-            f"the model's head size is {config.head_size}, but vLLM's attention on CPU has {head_sizes} only; set "
+            f"the model's head size is {lacking[0]}, but vLLM's attention on CPU has {head_sizes} only; set "
             "rollout.engine to native"
         )
     if config.moe is None:

@@ -27,7 +27,7 @@ from spmdrl.engines.models.moe import Route, SparseFeedForward
 from spmdrl.engines.models.rope_scaling import RopeScaling
 from spmdrl.nouns.partition import RowCost
 from spmdrl.nouns.settings.model_config import LoraConfig
-from spmdrl.nouns.settings.model_sizes import DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import DeltaSizes, KeySizes, LatentConfig, MoeConfig, WindowConfig
 
 R = TypeVar("R")
 
@@ -80,16 +80,22 @@ class DecoderConfig:
     """Rotated dims of each head, its first ones; None: all."""
     window: WindowConfig | None = None
     """Layers whose attention sees the newest tokens only."""
+    full: KeySizes | None = None
+    """Keys and values of layers without a window, where they differ from those of the others (Gemma 4)."""
     attention_sinks: bool = False
     """True if each head's softmax has one more logit, a weight (gpt-oss)."""
     attention_scale: float | None = None
     """Factor of attention's scores; None is 1 / sqrt(K)."""
     attention_gate: bool = False
     """True if the query projection also gives a gate of each head's output."""
+    v_norm: bool = False
+    """True if values are normalized per head, without a weight (Gemma 4)."""
     norm_offset: float | None = None
     """Number added to norms' weights, which then multiply in float32: 1 in Gemma 3 and Qwen3.5, 0 in Gemma 4."""
     output_norms: bool = False
     """True if attention and feed-forward have norms of their outputs too (Gemma)."""
+    scales_layers: bool = False
+    """True if a number of each layer, which isn't trained, multiplies its output (Gemma 4)."""
     scales_embedding: bool = False
     """True if embeddings are multiplied by sqrt(D) (Gemma)."""
     gelu: bool = False
@@ -107,13 +113,16 @@ class DecoderConfig:
                 "head is value, but by tied_head the head is the embedding; make a value model of a language "
                 "model's config by with_value_head()"
             )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
-                "each key head serves the same number of query heads"
-            )
-        if self.latent is None and self.head_size % 2:
-            raise ValueError(f"head_dim {self.head_size} is odd, but the rotary embedding rotates pairs; make it even")
+        for sizes in (self._keys(windowed=True), self._keys(windowed=False)):
+            if self.num_heads % sizes.num_kv_heads:
+                raise ValueError(
+                    f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads "
+                    f"{sizes.num_kv_heads}; each key head serves the same number of query heads"
+                )
+            if self.latent is None and sizes.head_size % 2:
+                raise ValueError(
+                    f"head_dim {sizes.head_size} is odd, but the rotary embedding rotates pairs; make it even"
+                )
         if self.latent is not None and (self.num_kv_heads, self.head_size) != (self.num_heads, self.latent.head_size):
             raise ValueError(
                 f"latent attention has keys of its own for each of the {self.num_heads} heads, of size "
@@ -157,6 +166,9 @@ class DecoderConfig:
         """Kinds of rotary embedding."""
         return {mixer.rope for mixer in self.mixers if mixer.rope is not None}
 
+    def _keys(self, *, windowed: bool) -> KeySizes:
+        return KeySizes(self.head_size, self.num_kv_heads) if windowed or self.full is None else self.full
+
     def _mixer(self, layer: int) -> Mixer:
         if self.delta is not None and layer in self.delta.layers:
             return DeltaConfig(
@@ -171,27 +183,31 @@ class DecoderConfig:
         if self.latent is not None:
             rope = Rope(self.rope_theta, self.latent.rotary_size, self.rope_scaling)
             return LatentMixer(self.latent, self.hidden_size, self.num_heads, rope, self.attention_bias)
+        window = self.window if self.window is not None and layer in self.window.layers else None
+        keys = self._keys(windowed=window is not None)
         return AttentionConfig(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            rope=None if layer in self.unrotated_layers else self._rope(layer),
+            num_kv_heads=keys.num_kv_heads,
+            head_size=keys.head_size,
+            rope=None if layer in self.unrotated_layers else self._rope(keys.head_size, window),
             rms_eps=self.rms_eps,
             qk_norm=self.qk_norm,
             bias=self.attention_bias,
             output_bias=self.output_bias,
             norm_offset=self.norm_offset,
             scale=self.attention_scale,
-            window=self.window.size if self.window is not None and layer in self.window.layers else None,
+            window=None if window is None else window.size,
             has_sinks=self.attention_sinks,
             has_gate=self.attention_gate,
+            v_norm=self.v_norm,
+            keys_are_values=keys.are_values,
         )
 
-    def _rope(self, layer: int) -> Rope:
-        size = self.head_size if self.rotary_size is None else self.rotary_size
-        if self.window is not None and layer in self.window.layers and self.window.rope_theta is not None:
-            return Rope(self.window.rope_theta, size)
+    def _rope(self, head_size: int, window: WindowConfig | None) -> Rope:
+        size = head_size if self.rotary_size is None else self.rotary_size
+        if window is not None and window.rope_theta is not None:
+            return Rope(window.rope_theta, size)
         return Rope(self.rope_theta, size, self.rope_scaling)
 
 
@@ -208,6 +224,8 @@ class DecoderLayer(nn.Module):
         # With norms of outputs, `post_attention_layernorm` is one of them.
         self.pre_feedforward_layernorm = _norm(config) if config.output_norms else None
         self.post_feedforward_layernorm = _norm(config) if config.output_norms else None
+        self.layer_scalar: Tensor | None
+        self.register_buffer("layer_scalar", torch.ones(1) if config.scales_layers else None)
 
     @property
     def mixer(self) -> nn.Module:
@@ -218,10 +236,12 @@ class DecoderLayer(nn.Module):
         mixed_TD = self.mixer(self.input_layernorm(hidden_TD), rotations, attend)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             hidden_TD = hidden_TD + mixed_TD
-            return hidden_TD + self._feed(self.post_attention_layernorm(hidden_TD), route)
-        hidden_TD = hidden_TD + self.post_attention_layernorm(mixed_TD)
-        fed_TD = self._feed(self.pre_feedforward_layernorm(hidden_TD), route)
-        return hidden_TD + self.post_feedforward_layernorm(fed_TD)
+            hidden_TD = hidden_TD + self._feed(self.post_attention_layernorm(hidden_TD), route)
+        else:
+            hidden_TD = hidden_TD + self.post_attention_layernorm(mixed_TD)
+            fed_TD = self._feed(self.pre_feedforward_layernorm(hidden_TD), route)
+            hidden_TD = hidden_TD + self.post_feedforward_layernorm(fed_TD)
+        return hidden_TD if self.layer_scalar is None else hidden_TD * self.layer_scalar.to(hidden_TD.dtype)
 
     def _feed(self, normed_TD: Tensor, route: Route | None) -> Tensor:
         return self.mlp(normed_TD, route) if isinstance(self.mlp, SparseFeedForward) else self.mlp(normed_TD)

@@ -17,6 +17,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, parameter_shapes, stored_forms
 from spmdrl.engines.models.hf.model_weights import VALUE_HEAD, write_weights
 from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS
+from spmdrl.engines.models.rope_scaling import ProportionalScaling
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import PRINTABLE_CHARS, MakeConfig
 
@@ -29,7 +30,8 @@ _SPECIAL_IDS = {f"{token[1:-1]}_token_id": number for number, token in enumerate
 def decoder_config(make: MakeConfig) -> DecoderConfig:
     """Return the decoder of these sizes; its vocabulary is the special tokens and then the characters."""
     latent, moe, family = make.latent, make.moe, make.model_type
-    is_gemma, is_oss, is_hybrid = family == "gemma3_text", family == "gpt_oss", family.startswith(_HYBRIDS)
+    is_gemma, is_gemma4 = family.startswith("gemma"), family == "gemma4_text"
+    is_oss, is_hybrid = family == "gpt_oss", family.startswith(_HYBRIDS)
     # Their config.json has no width of dense layers.
     lacks_dense = moe is not None and family in ("gpt_oss", "qwen3_5_moe_text")
     return DecoderConfig(
@@ -47,18 +49,23 @@ def decoder_config(make: MakeConfig) -> DecoderConfig:
         attention_bias=is_oss,
         tied_head=make.tie_word_embeddings,
         max_positions=make.max_position_embeddings,
+        rope_scaling=ProportionalScaling(0.25) if is_gemma4 else None,
         moe=moe,
         latent=latent,
         delta=make.delta,
         rotary_size=_rotary_size(make),
         window=make.window,
+        full=make.full,
         attention_sinks=is_oss,
-        attention_scale=make.head_size**-0.5 if is_gemma else None,
+        attention_scale=1.0 if is_gemma4 else make.head_size**-0.5 if is_gemma else None,
         attention_gate=is_hybrid,
-        norm_offset=1.0 if is_hybrid or is_gemma else None,
+        v_norm=is_gemma4,
+        norm_offset=0.0 if is_gemma4 else 1.0 if is_hybrid or is_gemma else None,
         output_norms=is_gemma,
+        scales_layers=is_gemma4,
         scales_embedding=is_gemma,
         gelu=is_gemma,
+        logit_softcap=30.0 if is_gemma4 else None,
     )
 
 
@@ -107,7 +114,7 @@ class RandomWeights:
         return stacked
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("linear_attn.norm.weight"):
+        if name.endswith(("linear_attn.norm.weight", "layer_scalar")):
             return torch.ones(shape)
         if name.endswith(("dt_bias", "A_log")):
             # Decays of a token between exp(-16 softplus(1)) and nearly 1, as transformers begins.

@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
-from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, KeySizes, LatentConfig, MoeConfig, WindowConfig
 
 PRINTABLE_CHARS = "".join(map(chr, range(32, 127))) + "\n"
 _SPARSE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace")
-_DENSE = ("qwen3", "qwen3_5_text", "gemma3_text")
+_GEMMA = ("gemma3_text", "gemma4_text")
+_DENSE = ("qwen3", "qwen3_5_text", *_GEMMA)
 _LIKE_DEEPSEEK = ("deepseek_v3", "glm4_moe")
 
 
@@ -30,13 +31,15 @@ class MakeConfig:
         "glm4_moe",
         "gpt_oss",
         "gemma3_text",
+        "gemma4_text",
         "qwen3_5_text",
         "qwen3_5_moe_text",
         "qwen3_next",
     ] = "qwen3"
     """family; qwen3: dense; qwen3_moe: sparse layers; deepseek_v3: sparse layers and latent attention; glm4_moe: sparse
-    layers and partial rotation; gpt_oss: sparse layers, windows and sinks; gemma3_text: dense, windows; qwen3_5_text:
-    dense, gated delta networks; qwen3_5_moe_text, qwen3_next: the same with sparse layers"""
+    layers and partial rotation; gpt_oss: sparse layers, windows and sinks; gemma3_text: dense, windows; gemma4_text:
+    the same, and larger heads in layers without a window; qwen3_5_text: dense, gated delta networks; qwen3_5_moe_text,
+    qwen3_next: the same with sparse layers"""
     hidden_size: Annotated[int, Ge(1)] = 128
     """width of the model"""
     num_hidden_layers: Annotated[int, Ge(1)] = 4
@@ -64,7 +67,7 @@ class MakeConfig:
     """number of first layers that are dense; null: 1 in deepseek_v3 and glm4_moe, else 0, as always in gpt_oss and
     qwen3_5_moe_text"""
     sliding_window: Annotated[int, Ge(1)] | None = None
-    """tokens that windowed layers see, in gpt_oss and gemma3_text; null: 16"""
+    """tokens that windowed layers see, in gpt_oss, gemma3_text and gemma4_text; null: 16"""
 
     def __post_init__(self) -> None:
         self._refuse_sizes_of_sparse_layers()
@@ -136,13 +139,21 @@ class MakeConfig:
     def window(self) -> WindowConfig | None:
         """Layers with a window; None if the family has none, or a window is never shorter than a row."""
         size, last = self.sliding_window or 16, self.num_hidden_layers - 1
-        if self.model_type == "gemma3_text":
+        if self.model_type in _GEMMA:
             # Five of six layers, and all but the last one of a shallow model.
             layers = tuple(layer for layer in range(last + 1) if layer % 6 != 5 and layer != last)
             return WindowConfig(size, layers, rope_theta=10000.0) if layers else None
         if self.model_type == "gpt_oss" and size < self.max_position_embeddings:
             return WindowConfig(size, tuple(range(0, last + 1, 2)))
         return None
+
+    @property
+    def full(self) -> KeySizes | None:
+        """Keys of layers without a window; None if they are as in the others."""
+        if self.model_type != "gemma4_text":
+            return None
+        num_kv_heads = self.num_key_value_heads
+        return KeySizes(2 * self.head_size, num_kv_heads if num_kv_heads % 2 else num_kv_heads // 2, are_values=True)
 
     @property
     def delta(self) -> DeltaSizes | None:
@@ -166,7 +177,7 @@ class MakeConfig:
                 f"model.make.first_k_dense_replace is {self.first_k_dense_replace}, but all layers of a "
                 f"{self.model_type} are sparse; remove it"
             )
-        if self.model_type not in ("gpt_oss", "gemma3_text") and self.sliding_window is not None:
+        if self.model_type not in ("gpt_oss", *_GEMMA) and self.sliding_window is not None:
             raise ValueError(
                 f"model.make.sliding_window is {self.sliding_window}, but a {self.model_type} made here has no "
                 "windows; remove it or set model.make.model_type to gemma3_text"

@@ -91,6 +91,18 @@ class WindowConfig:
 
 
 @dataclass(frozen=True)
+class KeySizes:
+    """Keys and values of a layer's attention."""
+
+    head_size: int
+    """Head size K."""
+    num_kv_heads: int
+    """Key and value heads J."""
+    are_values: bool = False
+    """True if the key projection's outputs, before any norm or rotation, are the values too."""
+
+
+@dataclass(frozen=True)
 class DeltaSizes:
     """Layers with a gated delta network in place of attention."""
 

@@ -10,7 +10,13 @@ from typing import Any
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf import layer_entries as layers
 from spmdrl.engines.models.hf.config_values import flag, only, whole_number
-from spmdrl.engines.models.hf.family_forms import GEMMA3_FORMS, GPT_OSS_FORMS, stored_qwen3_5, stored_qwen3_next
+from spmdrl.engines.models.hf.family_forms import (
+    GEMMA3_FORMS,
+    GEMMA4_FORMS,
+    GPT_OSS_FORMS,
+    stored_qwen3_5,
+    stored_qwen3_next,
+)
 from spmdrl.engines.models.hf.quantized import read_quantization
 from spmdrl.engines.models.hf.stored_forms import USUAL_FORMS, StoredForms
 
@@ -49,6 +55,8 @@ class Family:
     """Key and value of the feed-forward's activation."""
     has_windows: bool = False
     """True if `read` reads layer_types, and sliding windows if it has them."""
+    has_sizes_by_layer: bool = False
+    """True if `read` reads per_layer_config."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
     """Reads the entries that only some families have; returns fields of the decoder's config."""
     write: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
@@ -178,8 +186,27 @@ FAMILIES = {
         write=layers.write_gemma3,
         stored=lambda config: GEMMA3_FORMS,
     ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        has_qk_norm=True,
+        default_head_size=256,
+        default_theta=1000000.0,
+        default_tying=True,
+        default_padding=0,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        has_windows=True,
+        has_sizes_by_layer=True,
+        read=layers.read_gemma4,
+        write=layers.write_gemma4,
+        stored=lambda config: GEMMA4_FORMS,
+    ),
 }
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
+TEXT_PARTS = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+}
 """Families of models that also read images, and the family of their language model, which alone is used and written."""
 # Other names of the same architecture; written folders have the name on the right, which transformers opens itself.
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
@@ -215,7 +242,7 @@ def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     _check_token_ids(raw, family)
     if raw.get("is_causal", True) is not True:
         raise ValueError(f"is_causal is {raw['is_causal']!r}, but supported is causal attention only")
-    if raw.get("per_layer_config") is not None:
+    if raw.get("per_layer_config") is not None and not family.has_sizes_by_layer:
         raise ValueError("per_layer_config is given, but supported are layers of one shape only")
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.config_rope import plain_rope, read_window_theta, rope_entries, write_rope
-from spmdrl.engines.models.hf.config_values import flag, number, only, values, whole_number
+from spmdrl.engines.models.hf.config_values import entries, flag, number, only, optional_number, values, whole_number
 from spmdrl.nouns.settings.model_sizes import (
     ClampedGate,
     DeltaSizes,
     IndexerSizes,
+    KeySizes,
     LatentConfig,
     MoeConfig,
     WindowConfig,
@@ -338,16 +339,92 @@ def read_gemma3(raw: Mapping[str, Any]) -> Fields:
 
 def write_gemma3(config: DecoderConfig) -> Fields:
     assert config.attention_scale is not None, "a gemma3_text has a scale of its own"
-    theta = 10000.0 if config.window is None or config.window.rope_theta is None else config.window.rope_theta
-    rope = write_rope(config.rope_theta, config.rope_scaling)
-    of_kinds = {"full_attention": rope["rope_parameters"], "sliding_attention": plain_rope(theta)}
+    ropes = _written_ropes(config)
     return {
         **_written_window(config),
-        "hidden_activation": "gelu_pytorch_tanh",
         # transformers takes whole numbers alone.
         "query_pre_attn_scalar": round(config.attention_scale**-2),
-        "rope_local_base_freq": theta,
-        "rope_parameters": of_kinds,
+        "rope_local_base_freq": ropes[_WINDOWED]["rope_theta"],
+        "rope_parameters": ropes,
+    }
+
+
+def _written_ropes(config: DecoderConfig) -> dict[str, dict[str, Any]]:
+    theta = 10000.0 if config.window is None or config.window.rope_theta is None else config.window.rope_theta
+    full = write_rope(config.rope_theta, config.rope_scaling)["rope_parameters"]
+    return {_FULL: full, _WINDOWED: plain_rope(theta)}
+
+
+# Keys of its other forms, with transformers' value without the key and what they have there.
+_OTHER_GEMMA4 = {
+    "num_kv_shared_layers": (0, "layers that use the keys and values of earlier ones (E2B, E4B)"),
+    "hidden_size_per_layer_input": (256, "embeddings of their own in each layer (E2B, E4B)"),
+    "enable_moe_block": (False, "experts beside the feed-forward (26B-A4B)"),
+}
+
+
+def read_gemma4(raw: Mapping[str, Any]) -> Fields:
+    """Read Gemma 3's norms and windows, layers without a window that have other keys, and a soft cap of the logits."""
+    for key, (default, meaning) in _OTHER_GEMMA4.items():
+        if value := raw.get(key, default):
+            raise ValueError(f"{key} is {value!r}, but of Gemma 4 the dense form (31B) is supported, without {meaning}")
+    only(raw, "use_bidirectional_attention", "vision")
+    kind = rope_entries(raw).get("rope_type")
+    if raw.get("rope_scaling") is not None or kind not in ("proportional", "default"):
+        raise ValueError(
+            f"rope_parameters.full_attention.rope_type is {kind!r} and rope_scaling {raw.get('rope_scaling')!r}, but "
+            "in this family supported is 'proportional' or 'default', in rope_parameters"
+        )
+    last, theta = whole_number(raw, "num_hidden_layers") - 1, read_window_theta(raw)
+    window = read_window(raw, default=512, is_windowed=lambda layer: (layer + 1) % 6 != 0, rope_theta=theta)
+    # transformers lets the last layer see all tokens whatever its type.
+    layers = () if window is None else tuple(layer for layer in window.layers if layer != last)
+    return {
+        "v_norm": True,
+        "norm_offset": 0.0,
+        "output_norms": True,
+        "scales_layers": True,
+        "scales_embedding": True,
+        "gelu": True,
+        "attention_scale": 1.0,
+        "logit_softcap": optional_number(raw, "final_logit_softcapping"),
+        "window": replace(window, layers=layers) if window is not None and layers else None,
+        "full": _keys_without_window(raw, layers),
+    }
+
+
+def _keys_without_window(raw: Mapping[str, Any], windowed: Sequence[int]) -> KeySizes:
+    """Read the sizes from the entries of published folders, or layer by layer as transformers writes them."""
+    common = {"head_dim": whole_number(raw, "head_dim", 256), "num_key_value_heads": raw.get("num_key_value_heads")}
+    are_values, by_layer = flag(raw, "attention_k_eq_v", default=False), raw.get("per_layer_config")
+    if by_layer is None:
+        full = {**common, "head_dim": whole_number(raw, "global_head_dim", 512)}
+        if are_values and raw.get("num_global_key_value_heads") is not None:
+            full["num_key_value_heads"] = raw["num_global_key_value_heads"]
+    else:
+        own = {int(layer): {**common, **entries(by_layer, layer)} for layer in entries(raw, "per_layer_config")}
+        layers = [own.get(layer, common) for layer in range(whole_number(raw, "num_hidden_layers"))]
+        full = layers[-1]
+        alike = all(sizes == (common if layer in windowed else full) for layer, sizes in enumerate(layers))
+        keeps_heads = are_values or full["num_key_value_heads"] == common["num_key_value_heads"]
+        if not (alike and keeps_heads and full.keys() == common.keys()):
+            raise ValueError(
+                f"per_layer_config {by_layer!r} is not supported; supported is another head_dim in all layers that "
+                "aren't sliding_attention, and another num_key_value_heads if attention_k_eq_v is true"
+            )
+    return KeySizes(whole_number(full, "head_dim"), whole_number(full, "num_key_value_heads"), are_values)
+
+
+def write_gemma4(config: DecoderConfig) -> Fields:
+    assert config.full is not None, "a gemma4_text has keys of its own in layers without a window"
+    return {
+        **_written_window(config),
+        "rope_parameters": _written_ropes(config),
+        "global_head_dim": config.full.head_size,
+        "num_global_key_value_heads": config.full.num_kv_heads,
+        "attention_k_eq_v": config.full.are_values,
+        "final_logit_softcapping": config.logit_softcap,
+        "hidden_size_per_layer_input": 0,
     }
 
 
