@@ -13,8 +13,8 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import hf_config_dict, stored_forms
 from spmdrl.engines.models.hf.model_weights import write_weights
 from spmdrl.engines.models.make_model import RandomWeights
-from spmdrl.engines.models.rope_scaling import Llama3Scaling, YarnScaling
-from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, LatentConfig, MoeConfig, WindowConfig
+from spmdrl.engines.models.rope_scaling import Llama3Scaling, ProportionalScaling, YarnScaling
+from spmdrl.nouns.settings.model_sizes import ClampedGate, DeltaSizes, KeySizes, LatentConfig, MoeConfig, WindowConfig
 
 
 def qwen3(**fields: Any) -> DecoderConfig:
@@ -242,6 +242,20 @@ LAYOUT_MODELS: dict[str, DecoderConfig] = {
         scales_embedding=True,
         gelu=True,
         window=WindowConfig(9, layers=(0, 2), rope_theta=100.0),
+    ),
+    "gemma4": replace(
+        _DENSE,
+        model_type="gemma4_text",
+        attention_scale=1.0,
+        v_norm=True,
+        norm_offset=0.0,
+        output_norms=True,
+        scales_layers=True,
+        gelu=True,
+        logit_softcap=5.0,
+        window=WindowConfig(9, layers=(0, 2), rope_theta=100.0),
+        full=KeySizes(12, num_kv_heads=2, are_values=True),
+        rope_scaling=ProportionalScaling(0.5),
     ),
 }
 """Tiny ones with every part that a layout cuts; a case changes the number of layers."""
