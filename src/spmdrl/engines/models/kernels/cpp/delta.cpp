@@ -15,6 +15,7 @@ namespace {
 
 constexpr int VECTORS = 4;  // Of a panel's columns.
 constexpr int64_t PANEL = VECTORS * LANES;
+constexpr int64_t CHANNELS = 256;  // Convolved at once: in fewer, rows of one token would be read in tiny pieces.
 
 // Rows of packed tokens: by their ends, or one of each token; with the slots of their states, or one each in order.
 struct RowsOfSlots {
@@ -175,27 +176,32 @@ extern "C" bool gated_delta(const HeadsOfTokens* inputs, const float* log_decay,
 extern "C" void causal_conv(const float* values, int64_t token_stride, const float* weight, int64_t channels,
                             int64_t width, const RowsOfSlots* rows, float* columns, float* out) {
 #pragma omp parallel for num_threads(rows->threads) if (rows->share_work(channels * width))
-    for (int64_t vector = 0; vector < (channels + LANES - 1) / LANES; ++vector) {
-        const int64_t channel = vector * LANES, num = channels - channel, before = width - 1;
-        Floats* weights = static_cast<Floats*>(__builtin_alloca_with_align(width * sizeof(Floats), 8 * sizeof(Floats)));
-        for (int64_t w = 0; w < width; ++w) {
-            weights[w] = Floats{};
-            for (int64_t i = 0; i < LANES && i < num; ++i) weights[w][i] = weight[(channel + i) * width + w];
-        }
-        for (int64_t row = 0; row < rows->num; ++row) {
-            const int64_t length = rows->length(row);
-            const float* own = values + rows->start(row) * token_stride + channel;
-            float *earlier = columns + rows->slot(row) * before * channels + channel,
-                  *to = out + rows->start(row) * channels + channel;
-            const auto column = [&](int64_t t) {
-                return load_some(t < 0 ? earlier + (before + t) * channels : own + t * token_stride, num);
-            };
-            for (int64_t t = 0; t < length; ++t) {
-                Floats total = {};
-                for (int64_t w = 0; w < width; ++w) total += weights[w] * column(t - before + w);
-                store_some(to + t * channels, total * sigmoid(total), num);
+    for (int64_t first = 0; first < channels; first += CHANNELS) {
+        const int64_t before = width - 1, last = channels - first < CHANNELS ? channels : first + CHANNELS;
+        Floats weights[CHANNELS / LANES][width];
+        for (int64_t i = 0; i < last - first; ++i)
+            for (int64_t w = 0; w < width; ++w) {
+                Floats& factors = weights[i / LANES][w];
+                if (i % LANES == 0) factors = Floats{};
+                factors[i % LANES] = weight[(first + i) * width + w];
             }
-            for (int64_t w = 0; w < before; ++w) store_some(earlier + w * channels, column(length - before + w), num);
-        }
+        for (int64_t row = 0; row < rows->num; ++row)
+            for (int64_t channel = first; channel < last; channel += LANES) {
+                const int64_t length = rows->length(row), num = channels - channel;
+                const Floats* factors = weights[(channel - first) / LANES];
+                const float* own = values + rows->start(row) * token_stride + channel;
+                float *earlier = columns + rows->slot(row) * before * channels + channel,
+                      *to = out + rows->start(row) * channels + channel;
+                const auto column = [&](int64_t t) {
+                    return load_some(t < 0 ? earlier + (before + t) * channels : own + t * token_stride, num);
+                };
+                for (int64_t t = 0; t < length; ++t) {
+                    Floats total = {};
+                    for (int64_t w = 0; w < width; ++w) total += factors[w] * column(t - before + w);
+                    store_some(to + t * channels, total * sigmoid(total), num);
+                }
+                for (int64_t w = 0; w < before; ++w)
+                    store_some(earlier + w * channels, column(length - before + w), num);
+            }
     }
 }
