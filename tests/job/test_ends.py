@@ -10,20 +10,25 @@ import pytest
 from tests.job.test_stopping import SUPERVISED, ask_after_steps
 from tests.support.jobs import run_job, summary_of, tiny_config
 
-from spmdrl.job.run.outcome import EndFacts, end_of
+from spmdrl.job.run.outcome import end_of
 
 NEWEST = Path("runs/a/checkpoints/step_000010")
 FULL = "the checkpoint of step 11, the last one, could not be written (disk full)"
 FACTS = {
-    "done": EndFacts("step 20 of 20", newest=NEWEST),
-    "done, not saved": EndFacts("step 20 of 20", unsaved=FULL),
-    "asked, nothing to save": EndFacts("step 1 of 20", asked="SIGTERM"),
-    "asked, saved": EndFacts("step 11 of 20", asked="SIGUSR1 (rank 3)", newest=NEWEST),
-    "asked, not saved": EndFacts("step 12 of 20", asked="Slurm's time limit", unsaved=FULL, newest=NEWEST),
-    "Ctrl-C, saved": EndFacts("step 11 of 20", asked="Ctrl-C (rank 0)", newest=NEWEST),
-    "Ctrl-C, not saved": EndFacts("step 12 of 20", asked="Ctrl-C", unsaved=FULL),
-    "failed": EndFacts("step 11 of 20", failure="rank 1: RuntimeError: x", newest=NEWEST),
-    "failed, then asked by the launcher": EndFacts("step 11 of 20", asked="SIGTERM", failure="rank 1: x", unsaved=FULL),
+    "done": {"place": "step 20 of 20", "newest": NEWEST},
+    "done, not saved": {"place": "step 20 of 20", "unsaved": FULL},
+    "asked, nothing to save": {"place": "step 1 of 20", "asked": "SIGTERM"},
+    "asked, saved": {"place": "step 11 of 20", "asked": "SIGUSR1 (rank 3)", "newest": NEWEST},
+    "asked, not saved": {"place": "step 12 of 20", "asked": "Slurm's time limit", "unsaved": FULL, "newest": NEWEST},
+    "Ctrl-C, saved": {"place": "step 11 of 20", "asked": "Ctrl-C (rank 0)", "newest": NEWEST},
+    "Ctrl-C, not saved": {"place": "step 12 of 20", "asked": "Ctrl-C", "unsaved": FULL},
+    "failed": {"place": "step 11 of 20", "failure": "rank 1: RuntimeError: x", "newest": NEWEST},
+    "failed, then asked by the launcher": {
+        "place": "step 11 of 20",
+        "asked": "SIGTERM",
+        "failure": "rank 1: x",
+        "unsaved": FULL,
+    },
 }
 ENDS = {
     "done": (0, "done", ""),
@@ -44,7 +49,7 @@ ENDS = {
 
 @pytest.mark.parametrize("what", FACTS)
 def test_the_first_of_failure_lost_work_and_request_decides_the_end(what):
-    end = end_of(FACTS[what])
+    end = end_of(**FACTS[what])
     assert (end.code, end.verdict, end.line) == ENDS[what]
 
 

@@ -164,22 +164,6 @@ def _plain(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class EndFacts:
-    """Events of a run that decide its end, equal on all ranks."""
-
-    place: str
-    """such as `step 12 of 200`"""
-    asked: str | None = None
-    """reason of a request to stop, such as SIGTERM; None without one"""
-    failure: str | None = None
-    """first failure of all ranks; None without one"""
-    unsaved: str | None = None
-    """reason why the last finished step is in no checkpoint; None if it is, and without steps"""
-    newest: Path | None = None
-    """newest checkpoint"""
-
-
-@dataclass(frozen=True)
 class End:
     """Exit code, verdict and message of a run's end."""
 
@@ -191,17 +175,24 @@ class End:
     """message for the screen and the summary's `error`; empty for a completed run"""
 
 
-def end_of(facts: EndFacts) -> End:
-    """Decide a run's end: a failure precedes a request, and 75 means that everything has been saved."""
-    if facts.failure is not None:
-        return End(1, "failed", facts.failure)
-    if facts.asked is None and facts.unsaved is None:
+def end_of(
+    place: str, *, asked: str | None = None, failure: str | None = None, unsaved: str | None = None,
+    newest: Path | None = None,
+) -> End:  # fmt: skip
+    """Decide a run's end: a failure precedes a request, and 75 means that everything has been saved.
+
+    The arguments are equal on all ranks: the `place`, such as `step 12 of 200`; the reason of a request to stop; the
+    first failure; the reason why the last finished step is in no checkpoint; and the newest checkpoint.
+    """
+    if failure is not None:
+        return End(1, "failed", failure)
+    if asked is None and unsaved is None:
         return End(0, "done", "")
-    code = 0 if facts.asked is None else code_of_stop(facts.asked)
-    what = "finished" if facts.asked is None else stop_words(facts.asked)
-    goes_on = f"goes on from {facts.newest}" if facts.newest else "starts anew"
-    if facts.unsaved is not None:
-        return End(UNSAVED, "unsaved", f"{what} in {facts.place}, but {facts.unsaved}; the same command {goes_on}")
-    before = ";" if facts.newest else ", before a checkpoint;"
+    code = 0 if asked is None else code_of_stop(asked)
+    what = "finished" if asked is None else stop_words(asked)
+    goes_on = f"goes on from {newest}" if newest else "starts anew"
+    if unsaved is not None:
+        return End(UNSAVED, "unsaved", f"{what} in {place}, but {unsaved}; the same command {goes_on}")
+    before = ";" if newest else ", before a checkpoint;"
     verdict = "interrupted" if code == INTERRUPTED else "stopped"
-    return End(code, verdict, f"{what} in {facts.place}{before} the same command {goes_on}")
+    return End(code, verdict, f"{what} in {place}{before} the same command {goes_on}")

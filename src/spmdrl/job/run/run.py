@@ -13,7 +13,6 @@ from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.outcome import (
     WARM_START,
     End,
-    EndFacts,
     end_of,
     outcome_of,
     texts_of_checkpoint,
@@ -210,10 +209,9 @@ class Run:
             failure = first.cause if is_own else f"rank {first.rank}: {first.cause}"
         newest = self.checkpoints.newest if self.has_begun else None
         return end_of(
-            EndFacts(
-                f"step {min(self.present_step, self.num_steps)} of {self.num_steps}",
-                asked, None if asked else failure, self.checkpoints.problem if self.has_begun else None, newest,
-            )
+            f"step {min(self.present_step, self.num_steps)} of {self.num_steps}",
+            asked=asked, failure=None if asked else failure, newest=newest,
+            unsaved=self.checkpoints.problem if self.has_begun else None,
         )  # fmt: skip
 
     def finish(self, **fields: object) -> None:
