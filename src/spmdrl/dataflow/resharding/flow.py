@@ -162,10 +162,9 @@ class ReshardingFlow:
         assert self._filling is not None
         self._filling.check(self._policy.update_count)
 
-    def start_return(self) -> ReshardStats:
-        """Put the generator to sleep and starts bringing the training state back in the background."""
+    def start_return(self) -> None:
+        """Put the generator to sleep and start bringing the training state back in the background."""
         self._expect("generation")
-        started = time.perf_counter()
         held = sum(self._generator.memory_bytes().values())
         self._generator.sleep()
         if self._filling is not None:
@@ -176,7 +175,6 @@ class ReshardingFlow:
             for group in self._groups[role]:
                 self._swap.start_return(group)
         self._state = "returning"
-        return ReshardStats(time.perf_counter() - started)
 
     def to_update(self) -> ReshardStats:
         """Wait for the training state, if necessary; then the trainer may compute again."""
