@@ -49,6 +49,7 @@ def cases(num_tokens: int, width: int) -> dict[str, OperationCase]:
         "rms_norm": OperationCase(((num_tokens, width), (width,)), lambda device: (1e-6,)),
         "rotate": OperationCase((queries,), lambda device: _angles(num_tokens, head_size, device)),
         "swiglu": OperationCase(((num_tokens, width),) * 2),
+        "geglu": OperationCase(((num_tokens, width),) * 2),
         "sigmoid": OperationCase(((num_tokens, width),)),
         "softplus": OperationCase(((num_tokens, width),)),
         "causal_conv": OperationCase(
@@ -220,12 +221,18 @@ def _error_of_step(device: torch.device, dtype: torch.dtype, num_tokens: int, wi
     return max(relative_error(out, reference), relative_error(found, expected))
 
 
+def _error_of_softcap(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int) -> float:
+    logits = _logits(num_tokens, width)
+    return relative_error(ops.softcap(logits.to(device, copy=True), 5.0), plain.softcap(logits.clone(), 5.0))
+
+
 FORWARD_ONLY = {
     **{name: partial(_error_of_step, name=name) for name in ("conv_step", "gated_delta_step")},
     "add_matmul": _error_of_add_matmul,
     "paged_attention": _error_of_paged_attention,
     "exponential_sums": _error_of_exponential_sums,
     "minus_expected": _error_of_minus_expected,
+    "softcap": _error_of_softcap,
 }
 """How far operations without a gradient are off."""
 

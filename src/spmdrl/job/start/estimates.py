@@ -158,15 +158,12 @@ def estimate_lines(
     trained = num_trained(decoders[POLICY])
     lora = f"; lora trains {count(trained)} beside them" if decoders[POLICY].lora is not None else ""
     yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}{lora}"
-    named = {owner.replace("_", " "): num_bytes for owner, num_bytes in owners.items() if num_bytes}
-    yield "bytes per rank, at most: " + ", ".join(f"{owner} {bytes_text(size)}" for owner, size in named.items())
+    named = {owner: f"{owner.replace('_', ' ')} {bytes_text(size)}" for owner, size in owners.items() if size}
     if "kv_cache" in owners:
         blocks, sizes = _cache_blocks(checked, decoders[POLICY], launch.world_size, device_kind)
-        pools = (
-            f"{num} {_noun(kind, rollout.block_size)} ({bytes_text(num * size)})"
-            for num, (kind, size) in zip(blocks, sizes.items(), strict=True)
-        )
-        yield f"KV cache, one of each for padding: {', '.join(pools)}"
+        pools = (f"{num} {_noun(kind, rollout.block_size)}" for num, kind in zip(blocks, sizes, strict=True))
+        named["kv_cache"] += f" ({', '.join(pools)}, one of each for padding)"
+    yield f"bytes per rank, at most: {', '.join(named.values())}"
     updating, generating = _phases(owners, checked, prepared, launch, device_kind)
     yield (
         f"together: {bytes_text(updating)} to update, {bytes_text(generating)} to generate; weights, gradients and "

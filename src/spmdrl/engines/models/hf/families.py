@@ -226,7 +226,10 @@ def family_name(model_type: object) -> str:
 
 def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError, naming the first entry that the decoder would compute differently from transformers."""
-    only(raw, *family.activation)
+    key, activation = family.activation
+    if raw.get(key, activation) is None:
+        raise ValueError(f"{key} is null, but must be {activation!r}")
+    only(raw, key, activation)
     if not family.has_windows:
         layers.refuse_windows(raw)
     if not family.has_mlp_bias:
