@@ -24,9 +24,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=NUM_TOKENS)
 OTHER = 9
 """Row beside those of the test."""
-each_family = pytest.mark.parametrize(
-    "family", [family if family in KINDS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
-)
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,23 @@ class Mode:
 EXACT, ROUNDED = Mode(prompt_of(WINDOW + 5), is_exact=True), Mode(prompt_of(70), is_exact=False)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(EXACT, id="exact", marks=pytest.mark.cpu_only(reason="the exact mode's operations are a CPU's")),
-        pytest.param(ROUNDED, id="rounded", marks=pytest.mark.slow),
-    ]
+ON_A_CPU = pytest.mark.cpu_only(reason="the exact mode's operations are a CPU's")
+each_family = pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *(pytest.param(family, EXACT, id=f"{family}-exact", marks=ON_A_CPU) for family in KINDS),
+        *(
+            pytest.param(family, EXACT, id=f"{family}-exact", marks=[ON_A_CPU, pytest.mark.slow])
+            for family in FAMILIES
+            if family not in KINDS
+        ),
+        *(pytest.param(family, ROUNDED, id=f"{family}-rounded", marks=pytest.mark.slow) for family in KINDS),
+    ],
+    indirect=["mode"],
 )
+
+
+@pytest.fixture
 def mode(request: pytest.FixtureRequest) -> Mode:
     if request.param.is_exact:
         request.getfixturevalue("exact_mode")
