@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 import threading
@@ -35,9 +36,10 @@ _KEPT = 0.7
 
 def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
     """Return this rank's state, from its counters and the stack of its main thread."""
-    stack = _main_stack()
+    stack = list(_main_frames())
     collective = _collective_of(stack)
-    doing = [f"at {_place_of(stack)}", *_what_is_open(), *_counts()]
+    counts = [f"{count} {what}" for what, count in sorted(activity.counts.copy().items())]
+    doing = [f"at {_place_of(stack)}", *_what_is_open(), *counts]
     is_long = activity.stage in _LONG_STAGES or not activity.is_warm
     return RankState(
         rank, activity.stage, activity.step, activity.num_boundaries, idle_seconds, collective, ", ".join(doing),
@@ -52,19 +54,22 @@ def waits_for_others() -> bool:
 
 def is_debugged() -> bool:
     """Return True if a debugger has stopped the main thread."""
-    return any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _main_stack())
-
-
-def _main_stack() -> list[FrameType]:
-    """Return the frames of the main thread, the innermost first."""
-    return list(_main_frames())
+    return any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _main_frames())
 
 
 def _main_frames() -> Iterator[FrameType]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    # Up to Python 3.11, making a frame's object may collect garbage. A finalizer may then let the main thread leave
+    # that frame, to whose memory the object would still point.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _collective_of(stack: Iterable[FrameType]) -> str:
@@ -117,10 +122,6 @@ def _place_of(stack: Sequence[FrameType]) -> str:
 def _what_is_open() -> list[str]:
     named = [describe() for describe in (activity.calls, activity.rows) if describe is not None]
     return [text for text in named if text]
-
-
-def _counts() -> list[str]:
-    return [f"{count} {what}" for what, count in sorted(activity.counts.copy().items())]
 
 
 @dataclass
