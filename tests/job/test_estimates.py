@@ -54,9 +54,9 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
 
 
 STATES = {
-    "qwen3": "kv cache 368 KiB (23 blocks of 32 positions, one of each for padding)",
-    "gemma3_text": " blocks of 32 positions in windows of 20, one of each",
-    "qwen3_5_text": "9 slots of recurrent states, one of each",
+    "qwen3": "kv cache 368 KiB (23 blocks of 32 positions)",
+    "gemma3_text": " blocks of 32 positions in windows of 20",
+    "qwen3_5_text": "9 slots of recurrent states",
 }
 
 

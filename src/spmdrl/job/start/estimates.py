@@ -162,7 +162,7 @@ def estimate_lines(
     if "kv_cache" in owners:
         blocks, sizes = _cache_blocks(checked, decoders[POLICY], launch.world_size, device_kind)
         pools = (f"{num} {_noun(kind, rollout.block_size)}" for num, kind in zip(blocks, sizes, strict=True))
-        named["kv_cache"] += f" ({', '.join(pools)}, one of each for padding)"
+        named["kv_cache"] += f" ({', '.join(pools)})"
     yield f"bytes per rank, at most: {', '.join(named.values())}"
     updating, generating = _phases(owners, checked, prepared, launch, device_kind)
     yield (
