@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.runtime.workers.call_queue import CallQueue
+from spmdrl.runtime.workers.call_queue import Call, CallQueue, PinnedCalls
 from spmdrl.runtime.workers.process import PendingCall
 
 
@@ -46,3 +49,51 @@ def test_what_is_put_back_goes_first():
     queue.put_back([])
     assert [call.key for call in (*queue.take(1), *queue.take(1))] == ["b", "c"]
     assert not queue
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker's queues."""
+
+    calls: deque[PendingCall] = field(default_factory=deque)
+    pinned: deque[PendingCall] = field(default_factory=deque)
+
+
+def step(row: int, number: int = 0) -> PendingCall:
+    opening = Call(None, {"open": row})
+    return Call((row, number), {}, affinity=row, opening=opening).pending(1.0, "the limit")
+
+
+def last(row: int) -> PendingCall:
+    return Call(None, {}, affinity=row).pending(1.0, "the limit")
+
+
+def keys(worker: Worker) -> list[object]:
+    return [call.key or ("last" if call.is_last else "opening") for call in worker.pinned]
+
+
+def test_calls_of_an_affinity_go_to_one_worker_in_order_behind_one_that_opens_it():
+    queue, workers = PinnedCalls(), [Worker(), Worker()]
+    queue.add([step(1), step(2), step(1, 1), step(3), last(1), step(4)])
+    assert queue
+    queue.pass_on(workers)
+    assert not queue and keys(workers[0]) == ["opening", (1, 0), (1, 1), "opening", (3, 0), "last", "opening", (4, 0)]
+    assert keys(workers[1]) == ["opening", (2, 0)]
+    assert queue.owes_last(workers)
+    queue.add([step(1, 2), last(9)])
+    queue.pass_on(workers)
+    assert len(keys(workers[0])) == 8, "the other one has fewer rows, and what has no worker needs no last call"
+    assert keys(workers[1])[2:] == ["opening", (1, 2)]
+
+
+def test_calls_of_a_lost_worker_are_opened_elsewhere():
+    queue, lost, other = PinnedCalls(), Worker(), Worker()
+    queue.add([step(1), step(2), last(2)])
+    queue.pass_on([lost])
+    queue.add([step(3)])
+    # It has begun to answer, and has a call that any worker may take.
+    lost.calls.extend([lost.pinned.popleft(), lost.pinned.popleft(), *calls_of(["free"])])
+    assert [call.key for call in queue.take_back(lost)] == ["free"]
+    queue.pass_on([other])
+    assert keys(other) == ["opening", (1, 0), "opening", (2, 0), "opening", (3, 0)]
+    assert not queue.owes_last([other])

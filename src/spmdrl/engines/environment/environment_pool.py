@@ -49,7 +49,7 @@ class EnvironmentPool:
             _Steps(),
             num_workers=num_workers or config.workers,
             timeout_seconds=config.timeout_seconds,
-            inline=None if environment is None else lambda message: take_step(environment, message),
+            inline=None if environment is None else lambda call: take_step(environment, call.message),
             strikes=strikes,
         )
 

@@ -6,14 +6,14 @@ import bdb
 import numbers
 import reprlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
 from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
-from spmdrl.runtime.workers.loading import explain, load_attribute
+from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
 from spmdrl.runtime.workers.verdict import Verdict
 from spmdrl.runtime.workers.worker import no_terminal
 
@@ -59,7 +59,7 @@ def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
     return environment
 
 
-def load(specs: Sequence[str], settings: Mapping[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], None]:
+def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
     """Build the environment within the time of `settings`, and return its message handler. Raises ValueError."""
 
     def is_late(*_: object) -> NoReturn:
@@ -75,7 +75,7 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> tuple[Callable[[d
         except BaseException as error:
             return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}"))
 
-    return answer, None
+    return Loaded(answer)
 
 
 def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:

@@ -18,7 +18,7 @@ from spmdrl.engines.reward.code_reward import CodeReward, Judged
 from spmdrl.engines.reward.formula import Undecided
 from spmdrl.nouns.settings.reward_config import CODE, CodeConfig, function_names
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
-from spmdrl.runtime.workers.loading import explain, load_attribute
+from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
 from spmdrl.runtime.workers.verdict import Verdict
 from spmdrl.runtime.workers.worker import no_terminal
 
@@ -63,9 +63,7 @@ def _load(spec: str, name: str, code: CodeConfig) -> RewardFunction:
     return RewardFunction(name, call, _form(spec, call))
 
 
-def load(
-    specs: Sequence[str], settings: Mapping[str, Any]
-) -> tuple[Callable[[dict[str, Any]], Any], dict[str, list[str]]]:
+def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
     """Return a worker's message handler, and the columns that each function takes.
 
     `settings` configure the reward `code`. Raises ValueError if a function can't be loaded.
@@ -76,7 +74,7 @@ def load(
         call = RewardCall(**message)
         return [asdict(_score_without_terminal(function, call)) for function in functions]
 
-    return answer, columns_taken(functions)
+    return Loaded(answer, columns_taken(functions))
 
 
 def _score_without_terminal(function: RewardFunction, call: RewardCall) -> FunctionScores:

@@ -73,6 +73,7 @@ class RewardPool:
             memory_limit_gib=config.memory_limit_gib,
             settings=asdict(config.code),
         )
+        self._timeout_seconds = config.timeout_seconds
         self._seconds_per_row = config.code.row_seconds if CODE in config.functions else 0.0
         self._max_error_rate = config.max_error_rate
         self._answers = _ScoresOfCalls(len(config.functions))
@@ -95,7 +96,7 @@ class RewardPool:
         """Request the rewards of some calls, each under a key of the caller's."""
         self._calls.submit(
             [
-                Call(key, _message_of(call), call.num_rows, call.num_rows * self._seconds_per_row, call.subject)
+                Call(key, _message_of(call), call.num_rows, self._seconds_of(call), call.subject)
                 for key, call in calls.items()
             ]
         )
@@ -116,6 +117,9 @@ class RewardPool:
             return RewardResult(key, scores[0].values, {}, scores[0].verdicts, None)
         return combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
 
+    def _seconds_of(self, call: RewardCall) -> float:
+        return self._timeout_seconds + call.num_rows * self._seconds_per_row
+
     def hopeless(self) -> str | None:
         """Return the first error if all rows so far, at least `FIRST_ROWS`, have failed and that isn't allowed."""
         answers = self._answers
@@ -132,9 +136,9 @@ class RewardPool:
         for function in self._functions or ():
             function.close()
 
-    def _score_inline(self, message: dict[str, Any]) -> list[FunctionScores]:
+    def _score_inline(self, asked: Call) -> list[FunctionScores]:
         assert self._functions is not None
-        call = RewardCall(**message)
+        call = RewardCall(**asked.message)
         if not self._functions:
             # Only a reward model rewards these rows.
             return [FunctionScores([0.0] * call.num_rows, [Verdict.SCORED] * call.num_rows)]

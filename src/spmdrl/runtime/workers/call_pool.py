@@ -6,21 +6,25 @@ import contextlib
 import math
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity, first_few
 from spmdrl.runtime.supervision.stop_request import stop_reason
-from spmdrl.runtime.workers.call_queue import Call, CallQueue
+from spmdrl.runtime.workers.call_queue import Call, CallQueue, PinnedCalls
 from spmdrl.runtime.workers.process import PendingCall, WorkerLost, WorkerProcess, WorkerSetup
 from spmdrl.runtime.workers.strikes import MOST_STRIKES, Strike, Strikes, Subject
 from spmdrl.runtime.workers.verdict import Verdict
 
 # Interval at which waits for calls check whether this process should stop.
 _STOP_SECONDS = 0.25
+# Time for last calls when the pool is closed.
+_LAST_SECONDS = 5.0
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -48,6 +52,9 @@ class CallPool(Generic[A]):
     A thread keeps `num_workers` processes busy, kills those over their deadline and replaces those that died. The
     constructor returns once all have loaded the functions, and raises ValueError if one can't. Inline, `submit`
     computes the answer itself and nothing can be killed. `close` leaves no process behind.
+
+    Calls of one affinity go to one worker, the least loaded one at first, until one that `is_last`; if it is lost, to
+    another one.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class CallPool(Generic[A]):
         *,
         num_workers: int,
         timeout_seconds: float,
-        inline: Callable[[dict[str, Any]], A] | None = None,
+        inline: Callable[[Call], A] | None = None,
         strikes: Strikes | None = None,
     ):
         """`strikes` counts calls that killed a worker; subjects with two are refused."""
@@ -65,6 +72,7 @@ class CallPool(Generic[A]):
         self._answers = answers
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
+        self._limit = f"{setup.section}.timeout_seconds = {timeout_seconds}"
         self._inline = inline
         self._strikes = strikes
         # Shared by callers and the pool's thread.
@@ -74,7 +82,12 @@ class CallPool(Generic[A]):
         """answers with the `time.perf_counter` of their arrival"""
         self._failure: BaseException | None = None
         self._is_closed = False
+        self._ends_at = math.inf
+        """time when a closed pool ends"""
         self._pending = CallQueue()
+        self._pinned = PinnedCalls()
+        self._held: set[Hashable] = set()
+        """affinities with open calls, inline"""
         self._started: Future[None] = Future()
         # Used by the pool's thread alone.
         self._workers: list[WorkerProcess] = []
@@ -101,7 +114,7 @@ class CallPool(Generic[A]):
 
         Raises ValueError for a key that is still to be collected.
         """
-        pending = [call.pending(self._timeout_seconds) for call in calls] if self._inline is None else []
+        pending = [call.pending(self._timeout_seconds, self._limit) for call in calls] if self._inline is None else []
         section = self._setup.section
         with self._changed:
             if self._is_closed:
@@ -109,12 +122,17 @@ class CallPool(Generic[A]):
             for call in calls:
                 if call.key in self._waiting or call.key in self._answered:
                     raise ValueError(f"a {section} call with key {call.key!r} was submitted and not yet collected")
-            self._waiting.update(call.key for call in calls)
+            self._waiting.update(call.key for call in calls if call.key is not None)
         if self._inline is not None:
             for call in calls:
-                self._deliver(call.key, self._inline(call.message))
+                if call.opening is not None and call.affinity not in self._held:
+                    self._held.add(call.affinity)
+                    self._inline(call.opening)
+                self._deliver(call.key, self._inline(call))
+                self._held -= {call.affinity} if call.is_last else set()
         else:
-            self._pending.add(pending)
+            self._pending.add(call for call in pending if call.affinity is None)
+            self._pinned.add(call for call in pending if call.affinity is not None)
             self._wake_up()
 
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
@@ -153,10 +171,14 @@ class CallPool(Generic[A]):
         """Wait for these calls, or for the pool's or this process's end; False after a timeout."""
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         activity.calls = lambda: self._describe(keys)
+
+        def has_ended() -> bool:
+            return self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed
+
         try:
             while stop_reason() is None:
                 left = max(0.0, deadline - time.monotonic())
-                if self._changed.wait_for(lambda: self._has_ended(keys), min(left, _STOP_SECONDS)):
+                if self._changed.wait_for(has_ended, min(left, _STOP_SECONDS)):
                     return True
                 if left <= _STOP_SECONDS:
                     return False
@@ -173,13 +195,14 @@ class CallPool(Generic[A]):
         calls = [next(iter(worker.calls.copy()), None) for worker in self._workers.copy()]
         return [call.subject for call in calls if call is not None and call.subject is not None]
 
-    def _has_ended(self, keys: Sequence[Hashable]) -> bool:
-        return self._waiting.isdisjoint(keys) or self._failure is not None or self._is_closed
-
     def close(self) -> None:
-        """End the workers with all that they started; keep answers not yet collected, drop open calls."""
+        """End the workers with all that they started; keep answers not yet collected, drop open calls.
+
+        Only affinities' last calls are waited for, some seconds at most.
+        """
         with self._changed:
             was_closed, self._is_closed = self._is_closed, True
+            self._ends_at = min(self._ends_at, time.monotonic() + _LAST_SECONDS)
             self._changed.notify_all()
         if self._inline is None and not was_closed:
             self._wake_up()
@@ -189,6 +212,8 @@ class CallPool(Generic[A]):
 
     def _deliver(self, key: Hashable, answer: A) -> None:
         activity.advance(f"{self._setup.section} answers")
+        if key is None:
+            return
         with self._changed:
             self._waiting.discard(key)
             self._answered[key] = answer, time.perf_counter()
@@ -201,7 +226,7 @@ class CallPool(Generic[A]):
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
+            while not self._is_closed or (time.monotonic() < self._ends_at and self._pinned.owes_last(self._workers)):
                 self._start_workers()
                 self._dispatch()
                 self._exchange()
@@ -219,14 +244,17 @@ class CallPool(Generic[A]):
 
     def _start_workers(self) -> None:
         # After a failed start, the next one waits for a call that needs it.
-        while len(self._workers) < self._num_workers and (self._start_error is None or self._pending):
+        is_needed = self._pending or self._pinned
+        while len(self._workers) < self._num_workers and (self._start_error is None or is_needed):
             self._start_error = None
             self._workers.append(WorkerProcess(self._setup))
 
     def _dispatch(self) -> None:
+        self._pinned.pass_on(self._workers)
         for worker in self._workers:
-            while worker.is_idle and self._pending:
-                calls = self._pending.take(self._num_workers)
+            while worker.is_idle and (worker.pinned or self._pending):
+                calls: Sequence[PendingCall] = list(worker.pinned) or self._pending.take(self._num_workers)
+                worker.pinned.clear()
                 if calls := self._not_refused(calls):
                     worker.start(calls)
                     # An idle worker's pipe is empty: most calls fit into it without waiting for an event.
@@ -236,10 +264,11 @@ class CallPool(Generic[A]):
         """Answer refused calls, and return the others."""
         if self._strikes is None:
             return list(calls)
-        refused = [call for call in calls if self._strikes.refuses(call.subject)]
-        for call in refused:
-            self._fail(call, Verdict.QUARANTINED, f"this prompt cost {MOST_STRIKES} workers before")
-        return [call for call in calls if call not in refused]
+        refused = {subject for subject in {call.subject for call in calls} if self._strikes.refuses(subject)}
+        for call in calls:
+            if call.subject in refused:
+                self._fail(call, Verdict.QUARANTINED, f"this prompt cost {MOST_STRIKES} workers before")
+        return [call for call in calls if call.subject not in refused]
 
     def _exchange(self) -> None:
         """Wait for the next event or deadline, then read and write."""
@@ -263,6 +292,7 @@ class CallPool(Generic[A]):
 
     def _seconds_to_wait(self) -> float | None:
         deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
+        deadlines += [self._ends_at] if self._is_closed else []
         if not deadlines:
             return None
         return max(0.0, min(deadlines) - time.monotonic())
@@ -304,23 +334,31 @@ class CallPool(Generic[A]):
     def _end_overdue(self) -> None:
         for worker in list(self._workers):
             if worker.is_overdue:
-                limit = f"{self._setup.section}.timeout_seconds = {self._timeout_seconds}"
+                limit = worker.calls[0].limit if worker.calls else ""
                 self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
 
     def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
-        """Kill a worker, give its current call, if any, the verdict, and requeue its other calls."""
+        """Kill a worker, give its current call, if any, the verdict, and requeue its other calls.
+
+        What it held of an affinity is lost: calls that opened or closed it are dropped, and others open it again.
+        """
         ending = worker.kill()
         self._workers.remove(worker)
-        if worker.calls:
+        call = worker.calls.popleft() if worker.calls else None
+        # A call fails with the one that was to open for it.
+        failed = call if call is None or call.is_last or call.key is not None else worker.calls.popleft()
+        self._pending.put_back(self._pinned.take_back(worker))
+        if call is not None and failed is not None:
             how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
             if ending in self._setup.endings.values():
                 how = ending
-            call = worker.calls.popleft()
-            self._pending.put_back(worker.calls)
-            error = f"the {self._setup.section} process was lost in this call: {how}"
+            when = "in this call" if call.key is not None else f"as it {'closed' if call.is_last else 'opened'} a row"
+            error = f"the {self._setup.section} process was lost {when}: {how}"
+            if call.is_last:
+                show(error, stream=sys.stderr)
             if self._strikes is not None and call.subject is not None:
                 self._strikes.add(Strike(call.subject, error))
-            self._fail(call, verdict, error)
+            self._fail(failed, verdict, error)
         elif not worker.is_ready:
             if verdict is Verdict.TIMED_OUT:
                 reason = "the functions took too long to load; keep slow work out of the module's top level"
@@ -329,9 +367,9 @@ class CallPool(Generic[A]):
             self._start_error = reason
             if not self._started.done():
                 self._started.set_exception(ValueError(reason))
-            elif self._pending:
+            elif self._pending or self._pinned:
                 error = f"no {self._setup.section} process could start: {reason}"
-                first, *others = self._pending.take(self._num_workers)
+                first, *others = [self._pinned.pop()] if self._pinned else self._pending.take(self._num_workers)
                 self._pending.put_back(others)
                 self._fail(first, Verdict.CRASHED, error)
 

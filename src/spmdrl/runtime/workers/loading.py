@@ -9,12 +9,27 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 Kind = Literal["function", "class"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A worker's functions, ready to answer."""
+
+    answer: Callable[[dict[str, Any]], Any]
+    """handler of a message"""
+    facts: Any = None
+    """facts about the functions for the pool"""
+    keeps_processes: Callable[[], bool] = bool
+    """true while processes that calls started live on"""
+
+
 _OTHERS = ("<", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
 """prefixes of file names that aren't the user's"""
 

@@ -56,6 +56,14 @@ class PendingCall:
     """time limit of the call"""
     subject: Subject | None = None
     """subject of the call, for strikes; None: none"""
+    affinity: Hashable = None
+    """calls with the same one share a worker"""
+    opening: PendingCall | None = None
+    """call that precedes it at a worker that is new to its affinity"""
+    limit: str = ""
+    """setting of the time limit, for messages"""
+    is_last: bool = False
+    """true if it ends its affinity"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class WorkerSetup:
     variables_key: str
     """setting that names environment variables"""
     runner: str
-    """module whose `load` turns the names into an answering function"""
+    """module whose `load` makes `Loaded` of the names"""
     functions: Sequence[str]
     environment: Sequence[str]
     """environment variables that it gets beside the listed ones"""
@@ -124,6 +132,8 @@ class WorkerProcess:
         self.is_ready = False
         self.calls: deque[PendingCall] = deque()
         """calls not yet answered; it works on the first"""
+        self.pinned: deque[PendingCall] = deque()
+        """calls that wait for this worker"""
         self.deadline = time.monotonic() + _MAX_START_SECONDS
 
     @property

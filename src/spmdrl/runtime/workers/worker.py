@@ -21,7 +21,7 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 from spmdrl.runtime.workers.descent import die_with_parent
-from spmdrl.runtime.workers.loading import explain
+from spmdrl.runtime.workers.loading import Loaded, explain
 
 # A worker's reports to its guard, one per line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
@@ -45,7 +45,7 @@ def main(control: socket.socket) -> None:
     _refuse_questions(section)
     _limit_resources(setup["memory_limit_bytes"])
     try:
-        answer, facts = importlib.import_module(setup["runner"]).load(setup["functions"], setup["settings"])
+        loaded: Loaded = importlib.import_module(setup["runner"]).load(setup["functions"], setup["settings"])
     except BaseException as error:
         reason = no_terminal("a debugger", section) if isinstance(error, bdb.BdbQuit) else explain(error)
         is_explained = isinstance(error, ValueError)
@@ -55,15 +55,16 @@ def main(control: socket.socket) -> None:
         return
     # Processes that run by now belong to the module, not to a call.
     _report(control, LOADED)
-    _write(results, {"ready": True, "facts": facts})
+    _write(results, {"ready": True, "facts": loaded.facts})
     # The last line is cut off if the rank died while writing it.
     while (line := calls.readline()).endswith(b"\n"):
         message = json.loads(line)
         nonce = message.pop("nonce")
-        _write(results, {"nonce": nonce, "answer": answer(message)})
+        _write(results, {"nonce": nonce, "answer": loaded.answer(message)})
         sys.stdout.flush()
-        # Leave nothing of this call to the next one.
-        _report(control, ENDED)
+        if not loaded.keeps_processes():
+            # Leave nothing of this call to the next one.
+            _report(control, ENDED)
 
 
 def _report(control: socket.socket, what: bytes) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmdrl.runtime.workers.call_pool import CallPool, Unanswered
 from spmdrl.runtime.workers.call_queue import Call
+from spmdrl.runtime.workers.loading import Loaded
 from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
 from spmdrl.runtime.workers.verdict import Verdict
 
@@ -79,7 +80,7 @@ class _Faults:
         return self.limits if verdict is Verdict.TIMED_OUT else f"{self.limits}, or ends its process ({error})"
 
 
-def load(folders: Sequence[str], settings: Mapping[str, str]) -> tuple[Callable[[dict[str, Any]], str], None]:
+def load(folders: Sequence[str], settings: Mapping[str, str]) -> Loaded:
     """Return the function that tries a file of the folder. Runs in the child."""
     # A panic of the tokenizers library writes its backtrace to stderr, and its threads count as memory.
     os.environ |= {"USE_TORCH": "0", "TOKENIZERS_PARALLELISM": "false"}
@@ -100,7 +101,7 @@ def load(folders: Sequence[str], settings: Mapping[str, str]) -> tuple[Callable[
             return f"can't be used ({type(error).__name__}{line}: {str(error).partition(chr(10))[0]:.300})"
         return ""
 
-    return answer, None
+    return Loaded(answer)
 
 
 def _try_tokenizer(folder: Path) -> None:
