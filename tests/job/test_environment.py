@@ -162,6 +162,15 @@ def test_the_documented_environment_trains(tmp_path):
 
 
 @pytest.mark.ranks
-def test_an_environment_that_cannot_be_built_ends_the_job_with_one_line(tmp_path):
-    job = run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", "environment.function=calculato")
-    assert job.returncode == 2 and "did you mean 'calculator'?" in job.stderr and "Traceback" not in job.stderr
+@pytest.mark.parametrize(
+    ("verb", "function", "problem"),
+    [("train", "calculato", "did you mean 'calculator'?"),
+     ("check", "closed.py:Shop", "can't open a session for the first prompt: ConnectionError: not on Sundays")],
+    ids=["built", "opened"],
+)  # fmt: skip
+def test_an_environment_that_cannot_be_built_or_opened_ends_the_job_with_one_line(tmp_path, verb, function, problem):
+    closed = "class Shop:\n    def open(self, row):\n        raise ConnectionError('not on Sundays')\n"
+    (tmp_path / "closed.py").write_text(closed)
+    function = function.replace("closed.py", str(tmp_path / "closed.py"))
+    job = run_job(verb, tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", f"environment.function={function}")
+    assert job.returncode == 2 and problem in job.stderr and "Traceback" not in job.stderr

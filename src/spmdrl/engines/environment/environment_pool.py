@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import asdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from spmdrl.engines.environment import environment_runner
 from spmdrl.engines.environment.environment_runner import (
     KEY,
+    SESSION,
     StepResult,
+    Steps,
     load_environment,
     read_step,
-    take_step,
 )
-from spmdrl.engines.environment.episode import Episode
+from spmdrl.engines.environment.episode import Episode, Row
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.runtime.workers.call_pool import CallPool
 from spmdrl.runtime.workers.call_queue import Call
@@ -29,6 +30,8 @@ class EnvironmentPool:
 
     The constructor builds the environment, in a child unless inline, and raises ValueError if it can't be built.
     `close` leaves no process behind.
+
+    A session lives in one worker from its row's first step to `end`. Wherever it isn't any more, it is opened again.
     """
 
     def __init__(self, config: EnvironmentConfig, num_workers: int | None = None, strikes: Strikes | None = None):
@@ -43,15 +46,19 @@ class EnvironmentPool:
             memory_limit_gib=config.memory_limit_gib,
             settings={"timeout_seconds": config.timeout_seconds},
         )
-        environment = load_environment(config.function) if runs_inline(config.isolation) else None
+        steps = Steps(load_environment(config.function)) if runs_inline(config.isolation) else None
+        self._config = config
+        self._open: set[Hashable] = set()
+        """rows with a session"""
         self._calls = CallPool(
             setup,
-            _Steps(),
+            self,
             num_workers=num_workers or config.workers,
             timeout_seconds=config.timeout_seconds,
-            inline=None if environment is None else lambda call: take_step(environment, call.message),
+            inline=None if steps is None else lambda call: steps.answer(call.message),
             strikes=strikes,
         )
+        self._has_sessions = bool(self._calls.facts if steps is None else steps.has_sessions)
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -61,7 +68,41 @@ class EnvironmentPool:
 
     def submit(self, key: Hashable, episode: Episode, subject: Subject | None = None) -> None:
         """Request the step after a turn under a key of the caller's; `subject` is the row's prompt."""
-        self._calls.submit([Call(key, asdict(episode), subject=subject)])
+        message = asdict(episode)
+        if not self._has_sessions:
+            self._calls.submit([Call(key, message, subject=subject)])
+            return
+        self._open.add(key)
+        step = {SESSION: key, "response": message.pop("response")}
+        opening = self._opening(key, message, subject)
+        self._calls.submit([Call(key, step, subject=subject, affinity=key, opening=opening)])
+
+    def _opening(self, row: Hashable, begun: dict[str, Any], subject: Subject | None) -> Call:
+        """Return the call that opens a row's session, with time to repeat the turns so far."""
+        config, num_turns = self._config, len(begun["turns"])
+        limit = f"environment.open_timeout_seconds = {config.open_timeout_seconds:g}"
+        if num_turns:
+            limit += f" and environment.timeout_seconds = {config.timeout_seconds:g} for each of {num_turns} turns"
+        seconds = config.open_timeout_seconds + num_turns * config.timeout_seconds
+        return Call(None, {SESSION: row, **begun}, seconds=seconds, subject=subject, limit=limit)
+
+    def try_open(self, row: Row) -> None:
+        """Open a row's session, if the environment has any, and close it. Raises ValueError if it can't be opened."""
+        if not self._has_sessions:
+            return
+        opening = self._opening(SESSION, {**asdict(row), "turns": ()}, None)
+        self._calls.submit([replace(opening, key=SESSION, affinity=SESSION)])
+        (result,) = self._calls.collect([SESSION])
+        self._calls.submit([Call(None, {SESSION: SESSION}, affinity=SESSION)])
+        if result.verdict is not None:
+            reason = str(result.error).removeprefix(f"{KEY}: ")
+            raise ValueError(f"{KEY}: '{self._config.function}' can't open a session for the first prompt: {reason}")
+
+    def end(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Close the sessions of these rows, or of all, without waiting."""
+        for key in self._open.copy() if keys is None else self._open.intersection(keys):
+            self._open.remove(key)
+            self._calls.submit([Call(None, {SESSION: key}, affinity=key)])
 
     def wait(self, keys: Sequence[Hashable], seconds: float | None = None) -> float | None:
         """Return the `time.perf_counter` of the last of these results; None if some are missing after `seconds`."""
@@ -73,14 +114,13 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End the environment's processes with all that they started."""
+        self.end()
         self._calls.close()
 
-
-class _Steps:
-    """Reader of an environment's workers: their messages as step results."""
-
     def read(self, answer: Any, call: PendingCall) -> StepResult | None:
+        """Return the result in a worker's message; None if something else wrote it."""
         return read_step(answer)
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> StepResult:
+        """Return the result of a step whose process was lost."""
         return StepResult(verdict=verdict, error=error)

@@ -1,4 +1,4 @@
-"""A worker process's side of an environment: builds it and runs step after step."""
+"""A worker process's side of an environment: builds it, holds its sessions, and runs step after step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import bdb
 import numbers
 import reprlib
 import signal
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
-from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Turn
+from spmdrl.engines.environment.episode import (
+    End,
+    Environment,
+    Episode,
+    Observation,
+    Row,
+    Session,
+    SessionEnvironment,
+    Turn,
+)
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
+from spmdrl.runtime.screen import show
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
 from spmdrl.runtime.workers.verdict import Verdict
 from spmdrl.runtime.workers.worker import no_terminal
@@ -20,6 +31,8 @@ from spmdrl.runtime.workers.worker import no_terminal
 KEY = "environment.function"
 MAX_CHARACTERS = 1 << 20
 """limit of an observation"""
+SESSION = "session"
+"""key of the row in messages to sessions"""
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
 
 
@@ -41,7 +54,7 @@ class StepResult:
         return cls(observation, fields["reward"], verdict, fields["error"])
 
 
-def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
+def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment | SessionEnvironment:
     """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError if it can't be built.
 
     After `alarm_seconds` of building, not counting imports, this process gets a SIGALRM.
@@ -54,8 +67,14 @@ def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{KEY}: '{spec}' can't be built: {explain(error)}") from error
-    if not callable(getattr(environment, "step", None)):
-        raise ValueError(f"{KEY}: '{spec}' has no method step(episode); docs/environments.md has an example")
+    opens, steps = (callable(getattr(environment, name, None)) for name in ("open", "step"))
+    if not (opens or steps):
+        raise ValueError(f"{KEY}: '{spec}' has no method step(episode) nor open(row); see docs/environments.md")
+    if opens and steps:
+        raise ValueError(
+            f"{KEY}: '{spec}' has both open(row) and step(episode); leave step(turn) to the session that open returns, "
+            "or remove open if steps need no state of a row"
+        )
     return environment
 
 
@@ -66,23 +85,86 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
         raise TimeoutError(f"it takes longer than environment.timeout_seconds = {settings['timeout_seconds']:g}")
 
     signal.signal(signal.SIGALRM, is_late)
-    environment = load_environment(specs[0], settings["timeout_seconds"])
+    steps = Steps(load_environment(specs[0], settings["timeout_seconds"]))
     signal.setitimer(signal.ITIMER_REAL, 0)
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
         try:
-            return asdict(take_step(environment, message))
+            return asdict(steps.answer(message))
         except BaseException as error:
             return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}"))
 
-    return Loaded(answer)
+    return Loaded(answer, steps.has_sessions, lambda: steps.num_open > 0)
+
+
+class Steps:
+    """Steps of an environment, with the sessions that this process holds."""
+
+    def __init__(self, environment: Environment | SessionEnvironment):
+        self._environment: Any = environment
+        self.has_sessions = callable(getattr(environment, "open", None))
+        self._sessions: dict[Hashable, Session] = {}
+        self._unopened: dict[Hashable, StepResult] = {}
+        """failures of rows that couldn't be opened"""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sessions)
+
+    def answer(self, message: dict[str, Any]) -> StepResult:
+        """Open a row's session, take a step or close it; an exception becomes the verdict `CRASHED`."""
+        if not self.has_sessions:
+            return take_step(self._environment, message)
+        row = message[SESSION]
+        if "response" in message:
+            turn = Turn(message["response"])
+            return self._unopened.get(row) or result_of(lambda: self._sessions[row].step(turn))
+        self._close(row)
+        return self._open(row, message) if "turns" in message else StepResult()
+
+    def _open(self, row: Hashable, message: Mapping[str, Any]) -> StepResult:
+        turns = tuple(Turn(**turn) for turn in message["turns"])
+
+        def begin() -> End:
+            session = self._environment.open(Row(message["prompt"], message["columns"], message["seed"]))
+            if not callable(getattr(session, "step", None)):
+                raise TypeError(f"open gave {reprlib.repr(session)}, which has no method step(turn)")
+            self._sessions[row] = session
+            if turns and callable(restore := getattr(session, "restore", None)):
+                restore(turns)
+            else:
+                # What was answered then stands; this only brings the session there.
+                for turn in turns:
+                    session.step(Turn(turn.response))
+            return End()
+
+        self._unopened[row] = StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: open was interrupted")
+        result = result_of(begin)
+        if result.verdict is None:
+            del self._unopened[row]
+        else:
+            self._unopened[row] = result
+        return result
+
+    def _close(self, row: Hashable) -> None:
+        self._unopened.pop(row, None)
+        close = getattr(self._sessions.pop(row, None), "close", None)
+        if callable(close):
+            result = result_of(lambda: (close(), End())[1])
+            if result.verdict is not None:
+                show(f"a session couldn't be closed: {result.error}", stream=sys.stderr)
 
 
 def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
     """Run one step of the environment and check its outcome; an exception becomes the verdict `CRASHED`."""
     turns = tuple(Turn(**turn) for turn in message["turns"])
+    return result_of(lambda: environment.step(Episode(**{**message, "turns": turns})))
+
+
+def result_of(step: Callable[[], object]) -> StepResult:
+    """Check what a step gives."""
     try:
-        outcome = environment.step(Episode(**{**message, "turns": turns}))
+        outcome = step()
     except bdb.BdbQuit:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {no_terminal('a debugger', 'environment')}")
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""The input and output of an environment's step after a model's turn."""
+"""Environments as their authors see them: sessions with a row each, or steps of whole episodes; inputs and outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,21 @@ class Turn:
     """One turn of the model, and the environment's reply."""
 
     response: str
-    observation: str
+    """text of the turn, with its stop string, if any"""
+    observation: str = ""
+    """empty in the turn that just ended"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that begins."""
+
+    prompt: Any
+    """the prompt as the data has it, a text or a list of messages"""
+    columns: Mapping[str, Any]
+    """the row's columns of the data, the answer as `answer`"""
+    seed: int
+    """seed of this row's random numbers: the same whenever the row is generated again"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +66,28 @@ class End:
     """the row's reward; None leaves it to `reward.functions`"""
 
 
+class Session(Protocol):
+    """An object that lives in one process for the turns of one row, and may keep anything of it.
+
+    It may also have `close()`, called once its row has ended, and `restore(turns)`. If its process was lost, or the run
+    resumes, the row is opened again; the turns so far are given to `restore`, or stepped through without it.
+    """
+
+    def step(self, turn: Turn) -> Observation | End:
+        """Reply to a turn that a stop token or a stop string ended."""
+        ...
+
+
+class SessionEnvironment(Protocol):
+    """Environment with a session per row, built once per process."""
+
+    def open(self, row: Row) -> Session:
+        """Begin a row, before its first step."""
+        ...
+
+
 class Environment(Protocol):
-    """Environment, built once per process: a row's next step may run in another process, so keep no state of rows."""
+    """Environment without state of rows, built once per process: a row's next step may run in another process."""
 
     def step(self, episode: Episode) -> Observation | End:
         """Reply to a turn that a stop token or a stop string ended."""

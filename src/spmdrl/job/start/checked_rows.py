@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,9 +12,12 @@ from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows
 from spmdrl.dataflow.data.records import BadRows
 from spmdrl.dataflow.data.synthetic import SCHEME
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.environment.episode import Row
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.start.checked_run import ON_PAIRS, TRAINED, CheckedRun
+from spmdrl.runtime.launch import read_launch_environment
+from spmdrl.runtime.workers.call_pool import Unanswered
 
 _OF_TEMPLATES = {"tools", "chat_template_kwargs"}
 
@@ -49,7 +53,7 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
             columns = pool.columns_taken()
             check_columns(columns, [*judged, *eval_rows])
     if config.environment.function is not None and (are_judged or verb == "generate"):
-        check_environment(config)
+        check_environment(config, [*train_rows, *eval_rows])
     return replace(checked, train_rows=train_rows, eval_rows=eval_rows, columns_taken=columns)
 
 
@@ -100,11 +104,18 @@ def check_columns(taken: Mapping[str, Sequence[str]], sources: Sequence[SourceRo
                 )
 
 
-def check_environment(config: Config) -> None:
-    """Build the environment in a child and end it. Raises ValueError if it can't be built or no turn would end."""
+def check_environment(config: Config, sources: Sequence[SourceRows]) -> None:
+    """Build the environment in a child, open the first row's session on one rank, and end it.
+
+    Raises ValueError if one can't be built or opened, or if no turn would end.
+    """
     if config.rollout.ignore_eos:
         raise ValueError(
             f"environment.function is {config.environment.function}, but rollout.ignore_eos lets no turn end; set it "
             "to false"
         )
-    EnvironmentPool(config.environment, 1).close()
+    first = next((row for source in sources for row in source.rows), None)
+    with EnvironmentPool(config.environment, 1) as pool, suppress(Unanswered):
+        # The ranks of a job would open as many containers as it has.
+        if first is not None and read_launch_environment(os.environ).rank == 0:
+            pool.try_open(Row(first.prompt, first.columns, config.seed))

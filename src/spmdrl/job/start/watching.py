@@ -67,7 +67,9 @@ def stage_timeout_seconds(config: Config) -> float:
     """Return the longest time without progress; 0: no limit."""
     if config.resources.stage_timeout_seconds is not None:
         return config.resources.stage_timeout_seconds
-    return max(_STAGE_SECONDS, 2 * config.reward.timeout_seconds, 2 * config.environment.timeout_seconds)
+    environment = config.environment
+    longest = max(config.reward.timeout_seconds, environment.timeout_seconds + environment.open_timeout_seconds)
+    return max(_STAGE_SECONDS, 2 * longest)
 
 
 def deadline_of(save_by_seconds: float | None, environ: Mapping[str, str]) -> Deadline | None:

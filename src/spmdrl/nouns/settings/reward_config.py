@@ -157,8 +157,10 @@ class EnvironmentConfig(ProcessesConfig):
     """The environment, which answers the model between its turns."""
 
     function: str | None = None
-    """environment: calculator, or a class pkg.mod:Name or file.py:Name with a method step(episode); null: none, each
-    response is one turn"""
+    """environment: calculator, or a class pkg.mod:Name or file.py:Name with a method open(row), which returns an object
+    for the row's turns, or step(episode), without state; null: none, each response is one turn"""
+    open_timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 60.0
+    """time limit of open(row); to open a row again adds timeout_seconds for each of its turns"""
     return_after_steps: Annotated[int, Ge(0)] = 2
     """engine steps between the end of a row's turn and its continuation; fixed, so that a run repeats bit for bit. The
     engine waits for an environment that takes longer; a slow one needs more; 0: wait for each step at once"""

@@ -3,7 +3,7 @@
 import os
 import time
 
-from spmdrl.engines.environment.episode import End, Episode, Observation
+from spmdrl.engines.environment.episode import End, Episode, Observation, Row, Turn
 
 
 class Answering:
@@ -14,6 +14,31 @@ class Answering:
             return End()
         letter = "abcdefgh"[(episode.seed + len(episode.turns)) % 8]
         return Observation(letter * (len(episode.response) % 3))
+
+
+class Remembering:
+    """Answers as `Answering` does, by what it keeps of its row."""
+
+    def open(self, row: Row):
+        return Memory(row.seed)
+
+
+class Memory:
+    open_ones = 0
+
+    def __init__(self, seed: int):
+        self.seed, self.num_turns = seed, 0
+        Memory.open_ones += 1
+
+    def step(self, turn: Turn):
+        self.num_turns += 1
+        if self.num_turns == 3:
+            return End()
+        letter = "abcdefgh"[(self.seed + self.num_turns - 1) % 8]
+        return Observation(letter * (len(turn.response) % 3))
+
+    def close(self):
+        Memory.open_ones -= 1
 
 
 class Judging:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -126,6 +127,20 @@ def test_rows_stopped_anywhere_go_on_as_if_nothing_had_happened(pool, most):
     again = [group(one.serial, unpacked(packed([left[row] for row in one.rows]), one.rows)) for one in groups]
     assert all(one.begun == tuple(left[row] for row in one.rows) for one in again)
     assert contents(run(turns_of(pool), again, engine_of())) == contents(whole)
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+def test_rows_with_sessions_are_the_same_wherever_they_are_stopped(pool, isolation):
+    groups = [group(number) for number in range(NUM_GROUPS)]
+    whole = contents(run(turns_of(pool), groups, engine_of()))
+    with EnvironmentPool(EnvironmentConfig(f"{FILE}:Remembering", isolation=isolation, workers=2)) as own:
+        assert contents(run(turns_of(own), groups, engine_of())) == whole
+        for most in (4, 9):
+            left = run(turns_of(own), groups, engine_of(), most)
+            again = [group(one.serial, unpacked(packed([left[row] for row in one.rows]), one.rows)) for one in groups]
+            assert contents(run(turns_of(own), again, engine_of())) == whole
+        if isolation == "inline":
+            assert sys.modules["spmdrl_file_environments"].Memory.open_ones == 0, "each is closed at its row's end"
 
 
 def test_recorded_rows_hold_their_turns(pool, tmp_path):
