@@ -161,6 +161,62 @@ def test_the_documented_environment_trains(tmp_path):
     assert len(steps) == 2 and all(0 < step["reward"] < 1 and step["environment/turns"] > 1 for step in steps)
 
 
+NUMBERING = """
+import os, signal, time
+from pathlib import Path
+from spmdrl.engines.environment.episode import End, Observation
+
+def count(name):
+    path = Path(__file__).with_name(name)
+    with open(path, "a") as file:
+        file.write("1")
+    return path.stat().st_size
+
+class Calls:
+    def open(self, row):
+        return Row()
+
+class Row:
+    num_turns = 0
+
+    def step(self, turn):
+        number, self.num_turns = count("answered"), self.num_turns + 1
+        if number in KILLS and not os.path.exists(f"{__file__}.{number}"):
+            os.truncate(Path(__file__).with_name("answered"), number - 1)
+            open(f"{__file__}.{number}", "w").close()
+            # Until the rank has read the answers before this one.
+            time.sleep(0.5)
+            os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            time.sleep(60)
+        return End() if self.num_turns == 3 else Observation(str(number % 100))
+
+    def restore(self, turns):
+        self.num_turns = len(turns)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_an_environment_that_counts_its_calls_gives_the_same_rows_after_kills(tmp_path):
+    config, found = tiny_config(tmp_path), {}
+    for name, kills in (("whole", ""), ("killed", "30, 31, 100, 170")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "calls.py").write_text(NUMBERING.replace("KILLS", f"({kills})"))
+        settings = [
+            f"run.dir={folder / 'run'}", f"environment.function={folder / 'calls.py'}:Calls", *LONG,
+            "checkpoint.interval=3",
+        ]  # fmt: skip
+        for _ in filter(None, kills.split(", ")):
+            assert run_job("train", config, *settings).returncode != 0
+        finished(run_job("train", config, *settings))
+        run = folder / "run"
+        found[name] = [untimed(metrics_of(run)), samples_of(run), weights_digest(run, 4), (folder / "answered").stat()]
+        assert not any((run / "environment").iterdir()), "the last checkpoint has all rows"
+    assert found["killed"][:3] == found["whole"][:3]
+    assert found["killed"][3].st_size == found["whole"][3].st_size > 170
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("verb", "function", "problem"),

@@ -57,7 +57,10 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     run.resume(admitted, saved_state(config.checkpoint, models, flow.pending, algorithm, flow.history, flow.account))
     watch_updates(models, run)
 
-    logs, rollout = run.logs, build_rollout(checked, run.logs, prepared, replica, stack)
+    logs, rollout = (
+        run.logs,
+        build_rollout(checked, run.logs, prepared, replica, stack, lambda: run.checkpoints.newest_step),
+    )
     evaluator = build_evaluator(config, prepared, replica, rollout.pool, rollout.generation.turns)
     num_rows = max(flow.most_rows, evaluator.num_rows if evaluator else 0)
     switching = build_switching(config, logs, models, replica, stack, num_rows=num_rows, prompt_at=prompts.at)

@@ -16,6 +16,7 @@ from spmdrl.engines.environment.environment_runner import (
     read_step,
 )
 from spmdrl.engines.environment.episode import Episode, Row
+from spmdrl.engines.environment.journal import Journal
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.runtime.workers.call_pool import CallPool
 from spmdrl.runtime.workers.call_queue import Call
@@ -34,7 +35,11 @@ class EnvironmentPool:
     A session lives in one worker from its row's first step to `end`. Wherever it isn't any more, it is opened again.
     """
 
-    def __init__(self, config: EnvironmentConfig, num_workers: int | None = None, strikes: Strikes | None = None):
+    def __init__(
+        self, config: EnvironmentConfig, num_workers: int | None = None, strikes: Strikes | None = None,
+        journal: Journal | None = None,
+    ):  # fmt: skip
+        """`journal` has answers to calls that an earlier job of the run made."""
         assert config.function is not None, f"without {KEY} there is no environment"
         setup = WorkerSetup(
             section="environment",
@@ -48,6 +53,7 @@ class EnvironmentPool:
         )
         steps = Steps(load_environment(config.function)) if runs_inline(config.isolation) else None
         self._config = config
+        self._journal = journal
         self._open: set[Hashable] = set()
         """rows with a session"""
         self._calls = CallPool(
@@ -55,7 +61,7 @@ class EnvironmentPool:
             self,
             num_workers=num_workers or config.workers,
             timeout_seconds=config.timeout_seconds,
-            inline=None if steps is None else lambda call: steps.answer(call.message),
+            inline=None if steps is None else lambda call: self._kept(call.key, steps.answer(call.message)),
             strikes=strikes,
         )
         self._has_sessions = bool(self._calls.facts if steps is None else steps.has_sessions)
@@ -69,6 +75,9 @@ class EnvironmentPool:
     def submit(self, key: Hashable, episode: Episode, subject: Subject | None = None) -> None:
         """Request the step after a turn under a key of the caller's; `subject` is the row's prompt."""
         message = asdict(episode)
+        if self._journal is not None and (known := self._journal.find(key, message)) is not None:
+            self._calls.put(key, known)
+            return
         if not self._has_sessions:
             self._calls.submit([Call(key, message, subject=subject)])
             return
@@ -116,11 +125,19 @@ class EnvironmentPool:
         """End the environment's processes with all that they started."""
         self.end()
         self._calls.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def read(self, answer: Any, call: PendingCall) -> StepResult | None:
         """Return the result in a worker's message; None if something else wrote it."""
-        return read_step(answer)
+        result = read_step(answer)
+        return result and self._kept(call.key, result)
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> StepResult:
         """Return the result of a step whose process was lost."""
-        return StepResult(verdict=verdict, error=error)
+        return self._kept(call.key, StepResult(verdict=verdict, error=error))
+
+    def _kept(self, key: Hashable, result: StepResult) -> StepResult:
+        if self._journal is not None and key is not None:
+            self._journal.add(key, result)
+        return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
 from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, build_turns
 from spmdrl.dataflow.stages.stages import Attempts, Stage
+from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
@@ -69,13 +70,17 @@ class Rollout:
 
 
 def build_rollout(
-    checked: CheckedRun, logs: RunLogs, prepared: Prepared, replica: Replica, stack: ExitStack
-) -> Rollout:
+    checked: CheckedRun, logs: RunLogs, prepared: Prepared, replica: Replica, stack: ExitStack,
+    newest_checkpoint: Callable[[], int],
+) -> Rollout:  # fmt: skip
     """Start the processes of rewards and environments, which are closed with the stack. Collective."""
     config, world, tokenizer, strikes = checked.config, logs.world, prepared.tokenizer, Strikes()
     with logs.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
-    turns = turns_of(config, prepared, replica, world, stack, strikes)
+    journal = None
+    if config.environment.function is not None and config.checkpoint.interval and replica.mesh.is_leader:
+        journal = Journal(logs.folder, world.rank, logs.start_step, newest_checkpoint)
+    turns = turns_of(config, prepared, replica, world, stack, strikes, journal)
     quarantine = Quarantine(strikes, logs.folder, is_main=world.is_main, start_step=logs.start_step)
     reward = RewardStage(pool, config.reward, tokenizer.decode, logs.recorder, logs.timeline, quarantine)
     generation = GenerationStage(
@@ -87,12 +92,12 @@ def build_rollout(
 
 def turns_of(
     config: Config, prepared: Prepared, replica: Replica, world: World, stack: ExitStack,
-    strikes: Strikes | None = None,
+    strikes: Strikes | None = None, journal: Journal | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
     """Return the turns of a replica with the run's environment, closed with the stack; None without one."""
     return build_turns(
         config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
-        vocab_size=prepared.source.decoder.vocab_size, strikes=strikes,
+        vocab_size=prepared.source.decoder.vocab_size, strikes=strikes, journal=journal,
     )  # fmt: skip
 
 

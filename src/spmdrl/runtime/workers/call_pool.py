@@ -135,6 +135,10 @@ class CallPool(Generic[A]):
             self._pinned.add(call for call in pending if call.affinity is not None)
             self._wake_up()
 
+    def put(self, key: Hashable, answer: A) -> None:
+        """Put an answer that needs no call under a key."""
+        self._deliver(key, answer)
+
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
         """Wait for these calls' answers and remove them from the pool, in the order of `keys`.
 

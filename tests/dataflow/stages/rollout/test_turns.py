@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed
 from spmdrl.dataflow.stages.rollout.requests import run_requests
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.generation.replay import ReplayEngine, read_rollouts, record_rollouts, rollout_file
@@ -23,6 +25,7 @@ from spmdrl.engines.models.make_model import RandomWeights
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.resources.mesh import lone_generation_mesh
+from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.workers.verdict import Verdict
 
 FILE = Path(__file__).with_name("environments.py")
@@ -141,6 +144,35 @@ def test_rows_with_sessions_are_the_same_wherever_they_are_stopped(pool, isolati
             assert contents(run(turns_of(own), again, engine_of())) == whole
         if isolation == "inline":
             assert sys.modules["spmdrl_file_environments"].Memory.open_ones == 0, "each is closed at its row's end"
+
+
+def test_a_run_killed_at_any_call_makes_no_answered_call_again(tmp_path):
+    counter = tmp_path / "counter"
+    groups = [group(number) for number in range(NUM_GROUPS)]
+    for one in groups:
+        one.prompt.columns["counter"] = str(counter)
+
+    def attempt(folder: Path, dies_at: int) -> dict | None:
+        counter.with_suffix(".dies").write_text(str(dies_at))
+        journal = Journal(folder, 0, 0, lambda: -1)
+        config = EnvironmentConfig(f"{FILE}:Numbering", isolation="inline")
+        with EnvironmentPool(config, journal=journal) as pool, activity.in_stage("generation", 1):
+            try:
+                return run(turns_of(pool), groups, engine_of())
+            except BaseException as error:
+                assert type(error).__name__ == "Killed"
+                return None
+
+    counter.write_text("0")
+    whole = attempt(tmp_path / "whole", -1)
+    num_calls = int(counter.read_text())
+    assert num_calls > 20 and len({one.outcome.reward for one in whole.values() if one.outcome}) > 3
+    counter.write_text("0")
+    for dies_at in sorted(random.Random(0).sample(range(num_calls), 4)):
+        assert attempt(tmp_path / "killed", dies_at) is None
+        with open(tmp_path / "killed" / "environment" / "000001.0.jsonl", "a") as file:
+            file.write('{"call": "cut')
+    assert attempt(tmp_path / "killed", -1) == whole and int(counter.read_text()) == num_calls
 
 
 def test_recorded_rows_hold_their_turns(pool, tmp_path):

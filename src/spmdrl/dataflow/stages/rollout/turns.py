@@ -24,6 +24,7 @@ from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_reque
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
+from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
@@ -204,12 +205,12 @@ def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]
 
 def build_turns(
     config: EnvironmentConfig, mesh: GenerationMesh, tokenizer: ModelTokenizer, device: torch.device, stack: ExitStack,
-    *, vocab_size: int, strikes: Strikes | None = None,
+    *, vocab_size: int, strikes: Strikes | None = None, journal: Journal | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
     """Build turns with a configuration's environment, closed with the stack; None without one."""
     if config.function is None:
         return None
-    pool = stack.enter_context(EnvironmentPool(config, strikes=strikes)) if mesh.is_leader else None
+    pool = stack.enter_context(EnvironmentPool(config, strikes=strikes, journal=journal)) if mesh.is_leader else None
     return RolloutTurns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
         decode=tokenizer.decode, decode_all=tokenizer.decode_all, encode=tokenizer.encode_foreign,
