@@ -176,7 +176,8 @@ def build_held_out(
         return HeldOut(PairJudge(pairs, objective, run.logs), run, config.eval)
     replica = build_policys_replica(checked, prepared.source, run.world)
     pool = stack.enter_context(RewardPool(config.reward))
-    evaluator = build_evaluator(config, prepared, replica, pool, turns_of(config, prepared, replica, run.world, stack))
+    turns = turns_of(config, prepared, replica, run.world.device.torch_device, stack)
+    evaluator = build_evaluator(config, prepared, replica, pool, turns)
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(

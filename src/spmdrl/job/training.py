@@ -59,7 +59,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
 
     logs, rollout = (
         run.logs,
-        build_rollout(checked, run.logs, prepared, replica, stack, lambda: run.checkpoints.newest_step),
+        build_rollout(checked, run.logs, prepared, replica, stack, run.checkpoints.store.steps),
     )
     evaluator = build_evaluator(config, prepared, replica, rollout.pool, rollout.generation.turns)
     num_rows = max(flow.most_rows, evaluator.num_rows if evaluator else 0)

@@ -45,7 +45,8 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
     prepared = prepare_together(checked, world, console)
     replica = load_replica(config, prepared.source, world, console)
     with RewardPool(config.reward) as pool, ExitStack() as stack:
-        evaluator = build_evaluator(config, prepared, replica, pool, turns_of(config, prepared, replica, world, stack))
+        turns = turns_of(config, prepared, replica, world.device.torch_device, stack)
+        evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
             return evaluator(), prepared.source.results_in(config.run.folder, "eval")

@@ -115,7 +115,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     progress = GenerationProgress(num_rows, unit) if world.is_main else None
     prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
-        turns = turns_of(config, prepared, replica, world, stack)
+        turns = turns_of(config, prepared, replica, world.device.torch_device, stack)
         for ended in run_rollout(replica.engine, requests, prompts_of_requests, turns):
             if replica.mesh.is_leader:
                 kept.add(

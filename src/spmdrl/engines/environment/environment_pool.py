@@ -76,7 +76,7 @@ class EnvironmentPool:
         """Request the step after a turn under a key of the caller's; `subject` is the row's prompt."""
         message = asdict(episode)
         if self._journal is not None and (known := self._journal.find(key, message)) is not None:
-            self._calls.put(key, known)
+            self._calls.deliver(key, known)
             return
         if not self._has_sessions:
             self._calls.submit([Call(key, message, subject=subject)])

@@ -12,16 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
-from spmdrl.engines.environment.episode import (
-    End,
-    Environment,
-    Episode,
-    Observation,
-    Row,
-    Session,
-    SessionEnvironment,
-    Turn,
-)
+from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Row, Session, Turn
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
@@ -54,7 +45,7 @@ class StepResult:
         return cls(observation, fields["reward"], verdict, fields["error"])
 
 
-def load_environment(spec: str, alarm_seconds: float = 0.0) -> Environment | SessionEnvironment:
+def load_environment(spec: str, alarm_seconds: float = 0.0) -> Any:
     """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError if it can't be built.
 
     After `alarm_seconds` of building, not counting imports, this process gets a SIGALRM.
@@ -94,22 +85,18 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
         except BaseException as error:
             return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}"))
 
-    return Loaded(answer, steps.has_sessions, lambda: steps.num_open > 0)
+    return Loaded(answer, steps.has_sessions, lambda: bool(steps.sessions))
 
 
 class Steps:
     """Steps of an environment, with the sessions that this process holds."""
 
-    def __init__(self, environment: Environment | SessionEnvironment):
-        self._environment: Any = environment
+    def __init__(self, environment: Any):
+        self._environment = environment
         self.has_sessions = callable(getattr(environment, "open", None))
-        self._sessions: dict[Hashable, Session] = {}
+        self.sessions: dict[Hashable, Session] = {}
         self._unopened: dict[Hashable, StepResult] = {}
         """failures of rows that couldn't be opened"""
-
-    @property
-    def num_open(self) -> int:
-        return len(self._sessions)
 
     def answer(self, message: dict[str, Any]) -> StepResult:
         """Open a row's session, take a step or close it; an exception becomes the verdict `CRASHED`."""
@@ -118,7 +105,7 @@ class Steps:
         row = message[SESSION]
         if "response" in message:
             turn = Turn(message["response"])
-            return self._unopened.get(row) or result_of(lambda: self._sessions[row].step(turn))
+            return self._unopened.get(row) or result_of(lambda: self.sessions[row].step(turn))
         self._close(row)
         return self._open(row, message) if "turns" in message else StepResult()
 
@@ -129,7 +116,7 @@ class Steps:
             session = self._environment.open(Row(message["prompt"], message["columns"], message["seed"]))
             if not callable(getattr(session, "step", None)):
                 raise TypeError(f"open gave {reprlib.repr(session)}, which has no method step(turn)")
-            self._sessions[row] = session
+            self.sessions[row] = session
             if turns and callable(restore := getattr(session, "restore", None)):
                 restore(turns)
             else:
@@ -138,17 +125,14 @@ class Steps:
                     session.step(Turn(turn.response))
             return End()
 
-        self._unopened[row] = StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: open was interrupted")
-        result = result_of(begin)
+        result = self._unopened[row] = result_of(begin)
         if result.verdict is None:
             del self._unopened[row]
-        else:
-            self._unopened[row] = result
         return result
 
     def _close(self, row: Hashable) -> None:
         self._unopened.pop(row, None)
-        close = getattr(self._sessions.pop(row, None), "close", None)
+        close = getattr(self.sessions.pop(row, None), "close", None)
         if callable(close):
             result = result_of(lambda: (close(), End())[1])
             if result.verdict is not None:

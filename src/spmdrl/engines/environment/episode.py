@@ -19,7 +19,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """A row that begins."""
+    """A row that begins, as `open(row)` of an environment with sessions gets it, to return a `Session`."""
 
     prompt: Any
     """the prompt as the data has it, a text or a list of messages"""
@@ -30,15 +30,9 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Episode:
+class Episode(Row):
     """A row so far. A step may depend on nothing else, so that any process can serve any row at any time."""
 
-    prompt: Any
-    """the prompt as the data has it, a text or a list of messages"""
-    columns: Mapping[str, Any]
-    """the row's columns of the data, the answer as `answer`"""
-    seed: int
-    """seed of this row's random numbers: the same whenever the row is generated again"""
     turns: tuple[Turn, ...]
     """earlier turns"""
     response: str
@@ -75,14 +69,6 @@ class Session(Protocol):
 
     def step(self, turn: Turn) -> Observation | End:
         """Reply to a turn that a stop token or a stop string ended."""
-        ...
-
-
-class SessionEnvironment(Protocol):
-    """Environment with a session per row, built once per process."""
-
-    def open(self, row: Row) -> Session:
-        """Begin a row, before its first step."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ class Journal:
     Failures aren't kept: a resumed run tries again.
     """
 
-    def __init__(self, run_folder: Path, rank: int, start_step: int, newest_checkpoint: Callable[[], int]):
-        """Read all ranks' answers in steps after `start_step`. `newest_checkpoint` returns its step."""
-        self._folder, self._rank, self._newest_checkpoint = run_folder / FOLDER, rank, newest_checkpoint
+    def __init__(self, run_folder: Path, rank: int, start_step: int, saved_steps: Callable[[], Sequence[int]]):
+        """Read all ranks' answers in steps after `start_step`. `saved_steps` returns those of checkpoints."""
+        self._folder, self._rank, self._saved_steps = run_folder / FOLDER, rank, saved_steps
         self._asked: dict[Hashable, tuple[int, str]] = {}
         self._writer: JsonlWriter | None = None
         self._known = {
@@ -58,7 +58,7 @@ class Journal:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        newest = self._newest_checkpoint()
+        newest = max(self._saved_steps(), default=-1)
         for step, path in self._files():
             if step <= newest:
                 path.unlink(missing_ok=True)

@@ -96,7 +96,13 @@ class RewardPool:
         """Request the rewards of some calls, each under a key of the caller's."""
         self._calls.submit(
             [
-                Call(key, _message_of(call), call.num_rows, self._seconds_of(call), call.subject)
+                Call(
+                    key,
+                    _message_of(call),
+                    call.num_rows,
+                    self._timeout_seconds + call.num_rows * self._seconds_per_row,
+                    call.subject,
+                )  # fmt: skip
                 for key, call in calls.items()
             ]
         )
@@ -116,9 +122,6 @@ class RewardPool:
         if not self.names:
             return RewardResult(key, scores[0].values, {}, scores[0].verdicts, None)
         return combine(key, dict(zip(self.names, scores, strict=True)), self._weights)
-
-    def _seconds_of(self, call: RewardCall) -> float:
-        return self._timeout_seconds + call.num_rows * self._seconds_per_row
 
     def hopeless(self) -> str | None:
         """Return the first error if all rows so far, at least `FIRST_ROWS`, have failed and that isn't allowed."""

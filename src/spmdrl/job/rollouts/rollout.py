@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from spmdrl.config.config import Config
 from spmdrl.dataflow.samples.pending import PendingGroups
 from spmdrl.dataflow.stages.inference import ScoreStage
@@ -26,7 +28,6 @@ from spmdrl.job.model.replica import Replica
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun, credit_settings_of
 from spmdrl.job.start.prepared import Prepared
-from spmdrl.resources.world import World
 from spmdrl.runtime.workers.strikes import Strikes
 
 
@@ -71,7 +72,7 @@ class Rollout:
 
 def build_rollout(
     checked: CheckedRun, logs: RunLogs, prepared: Prepared, replica: Replica, stack: ExitStack,
-    newest_checkpoint: Callable[[], int],
+    saved_steps: Callable[[], Sequence[int]],
 ) -> Rollout:  # fmt: skip
     """Start the processes of rewards and environments, which are closed with the stack. Collective."""
     config, world, tokenizer, strikes = checked.config, logs.world, prepared.tokenizer, Strikes()
@@ -79,8 +80,8 @@ def build_rollout(
         pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
     journal = None
     if config.environment.function is not None and config.checkpoint.interval and replica.mesh.is_leader:
-        journal = Journal(logs.folder, world.rank, logs.start_step, newest_checkpoint)
-    turns = turns_of(config, prepared, replica, world, stack, strikes, journal)
+        journal = Journal(logs.folder, world.rank, logs.start_step, saved_steps)
+    turns = turns_of(config, prepared, replica, world.device.torch_device, stack, strikes, journal)
     quarantine = Quarantine(strikes, logs.folder, is_main=world.is_main, start_step=logs.start_step)
     reward = RewardStage(pool, config.reward, tokenizer.decode, logs.recorder, logs.timeline, quarantine)
     generation = GenerationStage(
@@ -91,12 +92,12 @@ def build_rollout(
 
 
 def turns_of(
-    config: Config, prepared: Prepared, replica: Replica, world: World, stack: ExitStack,
+    config: Config, prepared: Prepared, replica: Replica, device: torch.device, stack: ExitStack,
     strikes: Strikes | None = None, journal: Journal | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
     """Return the turns of a replica with the run's environment, closed with the stack; None without one."""
     return build_turns(
-        config.environment, replica.mesh, prepared.tokenizer, world.device.torch_device, stack,
+        config.environment, replica.mesh, prepared.tokenizer, device, stack,
         vocab_size=prepared.source.decoder.vocab_size, strikes=strikes, journal=journal,
     )  # fmt: skip
 

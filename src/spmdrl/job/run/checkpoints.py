@@ -14,7 +14,6 @@ from pathlib import Path
 from spmdrl.engines.training.checkpoints.background_save import BackgroundSave, RankOfSave
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore, SaveResult
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, HostCopies, Snapshot, WritesAtOnce, add_text
-from spmdrl.engines.training.checkpoints.manifest import step_of_folder
 from spmdrl.job.run.best_checkpoint import LINK, BestStep, best_of, is_due_for_best, point_to, unknown_metric
 from spmdrl.job.run.resuming import RUN_FILE, ResumePoint, RunRecord
 from spmdrl.job.run.run_logs import RunLogs
@@ -91,12 +90,6 @@ class Checkpoints:
                 logs.console.note("checkpoint.model_only: checkpoints hold the model alone; none can be resumed from")
             self._log = JsonlWriter(logs.folder / CHECKPOINTS_FILE)
             self._log.truncate_after(point.record.step if point else -1)
-
-    @property
-    def newest_step(self) -> int:
-        """Step of the newest checkpoint; -1 without one."""
-        step = None if self.newest is None else step_of_folder(self.newest.name)
-        return -1 if step is None else step
 
     def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return True for a step to save because of its number, or of its metric's value."""

@@ -128,16 +128,12 @@ class CallPool(Generic[A]):
                 if call.opening is not None and call.affinity not in self._held:
                     self._held.add(call.affinity)
                     self._inline(call.opening)
-                self._deliver(call.key, self._inline(call))
+                self.deliver(call.key, self._inline(call))
                 self._held -= {call.affinity} if call.is_last else set()
         else:
             self._pending.add(call for call in pending if call.affinity is None)
             self._pinned.add(call for call in pending if call.affinity is not None)
             self._wake_up()
-
-    def put(self, key: Hashable, answer: A) -> None:
-        """Put an answer that needs no call under a key."""
-        self._deliver(key, answer)
 
     def collect(self, keys: Sequence[Hashable]) -> list[A]:
         """Wait for these calls' answers and remove them from the pool, in the order of `keys`.
@@ -214,7 +210,8 @@ class CallPool(Generic[A]):
             self._wake.close()
             self._waker.close()
 
-    def _deliver(self, key: Hashable, answer: A) -> None:
+    def deliver(self, key: Hashable, answer: A) -> None:
+        """Put an answer under a key, also one that needs no call; with the key None it is dropped."""
         activity.advance(f"{self._setup.section} answers")
         if key is None:
             return
@@ -332,7 +329,7 @@ class CallPool(Generic[A]):
         if answer is None:
             return False
         worker.answered()
-        self._deliver(call.key, answer)
+        self.deliver(call.key, answer)
         return True
 
     def _end_overdue(self) -> None:
@@ -378,4 +375,4 @@ class CallPool(Generic[A]):
                 self._fail(first, Verdict.CRASHED, error)
 
     def _fail(self, call: PendingCall, verdict: Verdict, error: str) -> None:
-        self._deliver(call.key, self._answers.failed(call, verdict, error))
+        self.deliver(call.key, self._answers.failed(call, verdict, error))

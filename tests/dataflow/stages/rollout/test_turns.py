@@ -154,7 +154,7 @@ def test_a_run_killed_at_any_call_makes_no_answered_call_again(tmp_path):
 
     def attempt(folder: Path, dies_at: int) -> dict | None:
         counter.with_suffix(".dies").write_text(str(dies_at))
-        journal = Journal(folder, 0, 0, lambda: -1)
+        journal = Journal(folder, 0, 0, list)
         config = EnvironmentConfig(f"{FILE}:Numbering", isolation="inline")
         with EnvironmentPool(config, journal=journal) as pool, activity.in_stage("generation", 1):
             try:

@@ -73,16 +73,6 @@ class RolloutTurns:
 
         Collective over the ranks that the engine computes with.
         """
-        try:
-            yield from self._run(engine, requests, prompts, is_enough, meanwhile)
-        finally:
-            if self._pool is not None:
-                self._pool.end()
-
-    def _run(
-        self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
-        is_enough: Callable[[], bool] | None, meanwhile: Meanwhile | None,
-    ) -> Answers:  # fmt: skip
         rows = {
             row: TurnRow.of_member(request, member, prompt, self._decode_all)
             for request, prompt in zip(requests, prompts, strict=True)
@@ -115,7 +105,10 @@ class RolloutTurns:
                     self._pool.end([response.row for response in done])
                 yield by_request(done, request_of)
         aborted = engine.abort() if engine.has_work else []
-        if left := self._left_over(engine, rows, aborted, list(waiting)):
+        left = self._left_over(engine, rows, aborted, list(waiting))
+        if self._pool is not None:
+            self._pool.end()
+        if left:
             yield by_request(left, request_of)
 
     def _after_turn(self, row: TurnRow, response: Response) -> list[Response]:
