@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf import layer_entries as layers
+from spmdrl.engines.models.hf import expert_entries as experts
+from spmdrl.engines.models.hf import window_entries as windows
 from spmdrl.engines.models.hf.config_values import flag, only, whole_number
 from spmdrl.engines.models.hf.family_forms import (
     GEMMA3_FORMS,
@@ -71,14 +72,14 @@ FAMILIES = {
         allows_null_head_size=True,
         has_own_kv_heads=True,
         has_mlp_bias=True,
-        write=layers.write_mlp_bias,
+        write=windows.write_mlp_bias,
     ),
     "mistral": Family(
         "MistralForCausalLM",
         allows_null_head_size=True,
         has_attention_bias=False,
         has_windows=True,
-        read=lambda raw: {"window": layers.read_window(raw, default=4096)},
+        read=lambda raw: {"window": windows.read_window(raw, default=4096)},
         write=lambda config: {"sliding_window": config.window and config.window.size},
     ),
     "smollm3": Family(
@@ -88,8 +89,8 @@ FAMILIES = {
         default_padding=128004,
         has_mlp_bias=True,
         has_windows=True,
-        read=layers.read_smollm3,
-        write=layers.write_smollm3,
+        read=windows.read_smollm3,
+        write=windows.write_smollm3,
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -97,34 +98,36 @@ FAMILIES = {
         default_attention_bias=True,
         default_padding=1,
         has_mlp_bias=True,
-        write=lambda config: {**layers.write_mlp_bias(config), "attention_out_bias": False},
+        write=lambda config: {**windows.write_mlp_bias(config), "attention_out_bias": False},
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         has_attention_bias=True,
         has_windows=True,
-        read=lambda raw: {"window": layers.read_qwen_window(raw)},
-        write=layers.write_qwen_window,
+        read=lambda raw: {"window": windows.read_qwen_window(raw)},
+        write=windows.write_qwen_window,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         has_qk_norm=True,
         default_head_size=128,
         has_windows=True,
-        read=lambda raw: {"window": layers.read_qwen_window(raw)},
-        write=layers.write_qwen_window,
+        read=lambda raw: {"window": windows.read_qwen_window(raw)},
+        write=windows.write_qwen_window,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         has_qk_norm=True,
         has_windows=True,
-        read=layers.read_qwen3_moe,
-        write=layers.write_qwen3_moe,
+        read=experts.read_qwen3_moe,
+        write=experts.write_qwen3_moe,
     ),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", read=layers.read_deepseek, write=layers.write_deepseek),
-    "glm4_moe": Family("Glm4MoeForCausalLM", rotary_share=0.5, read=layers.read_glm4_moe, write=layers.write_glm4_moe),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", read=experts.read_deepseek, write=experts.write_deepseek),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", rotary_share=0.5, read=experts.read_glm4_moe, write=experts.write_glm4_moe
+    ),
     "glm_moe_dsa": Family(
-        "GlmMoeDsaForCausalLM", has_windows=True, read=layers.read_glm_moe_dsa, write=layers.write_glm_moe_dsa
+        "GlmMoeDsaForCausalLM", has_windows=True, read=experts.read_glm_moe_dsa, write=experts.write_glm_moe_dsa
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -132,8 +135,8 @@ FAMILIES = {
         default_attention_bias=True,
         default_theta=150000.0,
         has_windows=True,
-        read=layers.read_gpt_oss,
-        write=layers.write_gpt_oss,
+        read=experts.read_gpt_oss,
+        write=experts.write_gpt_oss,
         stored=lambda config: GPT_OSS_FORMS,
     ),
     "qwen3_5_text": Family(
@@ -142,8 +145,8 @@ FAMILIES = {
         default_head_size=256,
         rotary_share=0.25,
         has_windows=True,
-        read=layers.read_qwen3_5,
-        write=layers.write_qwen3_5,
+        read=experts.read_qwen3_5,
+        write=experts.write_qwen3_5,
         stored=stored_qwen3_5,
     ),
     "qwen3_5_moe_text": Family(
@@ -152,8 +155,8 @@ FAMILIES = {
         default_head_size=256,
         rotary_share=0.25,
         has_windows=True,
-        read=layers.read_qwen3_5_moe,
-        write=layers.write_qwen3_5_moe,
+        read=experts.read_qwen3_5_moe,
+        write=experts.write_qwen3_5_moe,
         stored=stored_qwen3_5,
     ),
     "qwen3_next": Family(
@@ -162,8 +165,8 @@ FAMILIES = {
         default_head_size=256,
         rotary_share=0.25,
         has_windows=True,
-        read=layers.read_qwen3_next,
-        write=layers.write_qwen3_next,
+        read=experts.read_qwen3_next,
+        write=experts.write_qwen3_next,
         stored=stored_qwen3_next,
     ),
     "gemma3_text": Family(
@@ -182,8 +185,8 @@ FAMILIES = {
         default_padding=0,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         has_windows=True,
-        read=layers.read_gemma3,
-        write=layers.write_gemma3,
+        read=windows.read_gemma3,
+        write=windows.write_gemma3,
         stored=lambda config: GEMMA3_FORMS,
     ),
     "gemma4_text": Family(
@@ -196,8 +199,8 @@ FAMILIES = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         has_windows=True,
         has_sizes_by_layer=True,
-        read=layers.read_gemma4,
-        write=layers.write_gemma4,
+        read=windows.read_gemma4,
+        write=windows.write_gemma4,
         stored=lambda config: GEMMA4_FORMS,
     ),
 }
@@ -231,7 +234,7 @@ def refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"{key} is null, but must be {activation!r}")
     only(raw, key, activation)
     if not family.has_windows:
-        layers.refuse_windows(raw)
+        windows.refuse_windows(raw)
     if not family.has_mlp_bias:
         only(raw, "mlp_bias", False)
     if flag(raw, "attention_out_bias", default=False):
