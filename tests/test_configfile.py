@@ -118,6 +118,13 @@ def test_text_is_taken_as_it_is_written(tmp_path: Path) -> None:
     assert load(tmp_path, "model: {path: a}\ntrain: [1.10, {path: on}]").value.train == ("1.10", Source("on"))
 
 
+def test_dots_make_paths_of_keys_but_not_of_the_names_in_a_mapping_of_any_names(tmp_path: Path) -> None:
+    text = "model.path: a\nrollout:\n  engine_kwargs: {a.b: 1, c: {d.e: 2}}\n  engine_kwargs.f: 3\n"
+    loaded = load(tmp_path, text, "rollout.engine_kwargs={g.h: 4}", "rollout.engine_kwargs.i.j=5")
+    assert loaded.value.rollout.engine_kwargs == {"a.b": 1, "c": {"d.e": 2}, "f": 3, "g.h": 4, "i": {"j": 5}}
+    assert loaded.origin["rollout.engine_kwargs.a.b"] == f"{tmp_path}/a.yaml:3"
+
+
 def test_later_files_win_key_by_key_and_overrides_win_over_files(tmp_path: Path) -> None:
     loaded = load(
         tmp_path,
@@ -443,13 +450,13 @@ def test_the_resolved_tree_names_every_key_and_its_origin(tmp_path: Path) -> Non
     assert yaml.safe_load("\n".join(lines))["optim"]["lr"] == 1e-6
 
 
-texts = st.text(max_size=8) | st.sampled_from(["no", "1e-6", "010", "null", "~", "# x", "a: b", " a ", "'", "\n", "="])
+texts = st.text(max_size=8) | st.sampled_from(
+    ["no", "1e-6", "010", "null", "~", "# x", "a: b", " a ", "'", "\n", "=", "a.b"]
+)
 floats = st.floats(allow_nan=False)
-# A dot in a key makes a path of it.
-keys = texts.filter(lambda text: "." not in text)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | texts,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=2),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
     max_leaves=4,
 )
 models = st.builds(Model, texts, st.sampled_from(["float32", "bfloat16"]))
@@ -458,7 +465,7 @@ roots = st.builds(
     Root,
     model=models,
     optim=st.builds(Optim, floats.map(abs), st.tuples(floats, floats), st.booleans()),
-    rollout=st.builds(Rollout, st.integers(), floats, st.dictionaries(keys, values, max_size=2)),
+    rollout=st.builds(Rollout, st.integers(), floats, st.dictionaries(texts, values, max_size=2)),
     reference=st.none() | models,
     train=texts | sources | st.lists(texts | sources, max_size=2).map(tuple),
     stops=st.lists(st.integers(), max_size=2).map(tuple),

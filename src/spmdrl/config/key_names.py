@@ -154,6 +154,11 @@ class KnownNames:
         inner = self.without_sections(rest)
         return inner if inner in self.keys or inner in self.spellings else key
 
+    def is_section(self, parts: Sequence[str]) -> bool:
+        """Return True if keys or other spellings of them are below these names; without names, always."""
+        start = "".join(f"{part}." for part in parts)
+        return any(name.startswith(start) for name in (*self.keys, *self.spellings))
+
     def is_known(self, key: str) -> bool:
         """Return True for a key, and for names below a key that holds any mapping."""
         names = key.split(".")

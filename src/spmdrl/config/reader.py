@@ -125,14 +125,17 @@ def _canonical(
     """Yield the leaves of one source under canonical names; a key given under two names is a problem."""
     written: dict[tuple[str, ...], str] = {}
     for parts, given in source:
-        # At the top of a source, `optim.lr` is the same as lr below optim.
-        full = (*parts[0].split("."), *parts[1:])
+        # Within sections, `optim.lr` is the same as lr below optim; names in a mapping of any names stay whole.
+        full: tuple[str, ...] = ()
+        for part in parts:
+            full += tuple(part.split(".")) if names.is_section(full) else (part,)
         if len(full) > _MOST_NAMES:
             problems.append(f"{given.origin}: the key {shortened('.'.join(full))} has more than {_MOST_NAMES} names")
             continue
         alias, spelling, outer = None, "", ".".join(full)
-        full = tuple(names.without_sections(outer).split("."))
-        is_inner = ".".join(full) != outer
+        inner = names.without_sections(outer)
+        if is_inner := inner != outer:
+            full = tuple(inner.split("."))
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
             if spelling in names.spellings and spelling not in names.keys:
