@@ -31,6 +31,8 @@ class Counter:
             file.write(f"{what} {self.row.seed} {os.getpid()}\n")
 
     def step(self, turn: Turn):
+        if turn.response.startswith("echo:"):
+            return Observation(turn.response.removeprefix("echo:"))
         self.log(f"step:{turn.response}")
         self.count += 1
         if turn.response in POISONS:

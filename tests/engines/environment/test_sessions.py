@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
-from spmdrl.engines.environment.environment_runner import StepResult
+from spmdrl.engines.environment.environment_runner import MAX_CHARACTERS, StepResult
 from spmdrl.engines.environment.episode import Episode, Observation, Row, Turn
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.runtime.workers.strikes import Strikes, Subject
@@ -149,6 +149,13 @@ def test_what_a_session_answers_is_checked_like_any_step(rows):
     results = rows.step(dict(enumerate(["huge", "bytes", "hang", "end"])))
     verdicts = [Verdict.MALFORMED, Verdict.MALFORMED, Verdict.TIMED_OUT, None]
     assert [one.verdict for one in results.values()] == verdicts and results[3].reward == 2.0
+
+
+def test_any_text_up_to_the_limit_comes_back_letter_by_letter(rows):
+    given = ["\0\x1b[2J\x7f", "\r\n\u2028\u0085", '"\\\\u0000', "\U0001f600\ue000\uffff", "x" * MAX_CHARACTERS]
+    found = rows.step({row: f"echo:{text}" for row, text in enumerate(given)})
+    assert [one.observation.text for one in found.values()] == given
+    assert rows.step({9: "echo:" + "x" * (MAX_CHARACTERS + 1)})[9].verdict is Verdict.MALFORMED
 
 
 @pytest.mark.parametrize("poison", ["raise", "hang", "die"])

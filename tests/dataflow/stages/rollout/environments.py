@@ -27,12 +27,14 @@ class Remembering:
 class Memory:
     open_ones = 0
 
-    def __init__(self, seed: int):
-        self.seed, self.num_turns = seed, 0
+    def __init__(self, seed: int, dies_at: int | None = None):
+        self.seed, self.num_turns, self.dies_at = seed, 0, dies_at
         Memory.open_ones += 1
 
     def step(self, turn: Turn):
         self.num_turns += 1
+        if self.num_turns == self.dies_at:
+            os._exit(3)
         if self.num_turns == 3:
             return End()
         letter = "abcdefgh"[(self.seed + self.num_turns - 1) % 8]
@@ -40,6 +42,13 @@ class Memory:
 
     def close(self):
         Memory.open_ones -= 1
+
+
+class Dying:
+    """Answers as `Remembering` does, but in one row a turn of it kills the process."""
+
+    def open(self, row: Row):
+        return Memory(row.seed, dies_at=row.columns["dies_at"] if row.seed == row.columns["seed"] else None)
 
 
 class Killed(BaseException):

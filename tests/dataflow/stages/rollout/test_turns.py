@@ -146,6 +146,21 @@ def test_rows_with_sessions_are_the_same_wherever_they_are_stopped(pool, isolati
             assert sys.modules["spmdrl_file_environments"].Memory.open_ones == 0, "each is closed at its row's end"
 
 
+@pytest.mark.parametrize("turn", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_turn_that_kills_its_worker_ends_its_row_and_changes_no_other(pool, turn):
+    groups = [group(number) for number in range(NUM_GROUPS)]
+    whole = run(turns_of(pool), groups, engine_of())
+    dying = next(row for row, one in whole.items() if one.finish == "stop" and max(one.turns) == 3)
+    for one in groups:
+        one.prompt.columns.update(seed=1000 + dying, dies_at=turn)
+    with EnvironmentPool(EnvironmentConfig(f"{FILE}:Dying", isolation="process")) as own:
+        found = run(turns_of(own), groups, engine_of())
+    lost, expected = found.pop(dying), whole.pop(dying)
+    assert found == whole, "sessions that lived in the same worker go on elsewhere"
+    assert lost.outcome.verdict is Verdict.CRASHED and max(lost.turns) == turn
+    assert lost.token_ids == expected.token_ids[: len(lost.token_ids)]
+
+
 def test_a_run_killed_at_any_call_makes_no_answered_call_again(tmp_path):
     counter = tmp_path / "counter"
     groups = [group(number) for number in range(NUM_GROUPS)]
