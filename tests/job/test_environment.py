@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from tests.bench.faults.planned_faults import MODULE, VARIABLE
 from tests.support.jobs import (
     ROOT,
+    environment,
     finished,
     metrics_of,
     run_job,
@@ -215,6 +222,119 @@ def test_an_environment_that_counts_its_calls_gives_the_same_rows_after_kills(tm
         assert not any((run / "environment").iterdir()), "the last checkpoint has all rows"
     assert found["killed"][:3] == found["whole"][:3]
     assert found["killed"][3].st_size == found["whole"][3].st_size > 170
+
+
+IMPURE = """
+import json, os, secrets, signal, time
+from pathlib import Path
+from spmdrl.engines.environment.episode import End, Observation
+
+CALLS, SCRIPT, KILL = (Path(__file__).with_name(name) for name in ("calls", "script", "kill"))
+
+class Clock:
+    def open(self, row):
+        return Session(row.seed)
+
+class Session:
+    def __init__(self, seed):
+        self.seed, self.num_turns = seed, 0
+
+    def step(self, turn):
+        self.num_turns += 1
+        call = f"{self.seed} {self.num_turns}"
+        if SCRIPT.exists():
+            answer = json.loads(SCRIPT.read_text())[call]
+        else:
+            with open(CALLS, "a+") as file:
+                if KILL.exists():
+                    KILL.unlink()
+                    time.sleep(0.5)
+                    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+                    os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+                    time.sleep(60)
+                answer = str((time.time_ns() // 1000 + secrets.randbits(20) + CALLS.stat().st_size) % 100)
+                file.write(json.dumps([call, answer]) + "\\n")
+        return End() if answer.endswith("7") else Observation(answer)
+
+    def restore(self, turns):
+        self.num_turns = len(turns)
+"""
+
+
+def killed_at(fault: str, *arguments: str | Path) -> None:
+    """Kill a job that hangs at a fault point, once the answers that were under way have come."""
+    command = [sys.executable, "-m", MODULE, "train", *map(str, arguments)]
+    own = environment(**{VARIABLE: fault})
+    with subprocess.Popen(command, env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True) as job:
+        said = next((line for line in job.stderr if "comes now" in line), None)
+        time.sleep(0.5)
+        job.kill()
+    assert said is not None, f"{fault} never came"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_session_with_a_clock_is_asked_once_wherever_the_job_is_killed(tmp_path):
+    config, tool = tiny_config(tmp_path), tmp_path / "clock.py"
+    tool.write_text(IMPURE)
+
+    def settings(name: str) -> list[str]:
+        return [f"run.dir={tmp_path / name}", f"environment.function={tool}:Clock", *LONG, "log.samples_per_step=32"]
+
+    killed = settings("killed")
+    # While rows decode and others wait for their return, in a call, while a checkpoint is saved, and in an update.
+    killed_at("generate:0:1:hang:6", config, *killed)
+    (tmp_path / "kill").touch()
+    assert run_job("train", config, *killed).returncode != 0
+    killed_at("checkpoint.rename:0:2:hang", config, *killed)
+    killed_at("forward:0:3:hang", config, *killed)
+    finished(run_job("train", config, *killed))
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len({call for call, _ in calls}) == len(calls) > 100
+    # A job that nothing kills, with a tool that answers what the clock said then.
+    (tmp_path / "script").write_text(json.dumps(dict(calls)))
+    finished(run_job("train", config, *settings("whole")))
+    found = [
+        (untimed(metrics_of(run)), samples_of(run), weights_digest(run, 4))
+        for run in (tmp_path / "killed", tmp_path / "whole")
+    ]
+    assert found[0] == found[1] and len(found[0][1]) == 4 * 32
+
+
+REMEMBERING = """
+from spmdrl.engines.environment.episode import End, Observation
+
+class Sums:
+    def open(self, row):
+        return Sum(row.seed)
+
+class Sum:
+    def __init__(self, seed):
+        self.seed, self.total = seed, 0
+
+    def step(self, turn):
+        self.total += len(turn.response)
+        return End() if self.total > 12 else Observation(str((self.seed + self.total) % 100))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_hold_the_sessions_of_one(tmp_path):
+    config, found = tiny_config(tmp_path), []
+    (tmp_path / "sums.py").write_text(REMEMBERING)
+    for ranks in (1, 2):
+        run = tmp_path / str(ranks)
+        settings = [f"run.dir={run}", f"environment.function={tmp_path / 'sums.py'}:Sums", *LONG]
+        finished(run_job("train", config, *settings, "log.samples_per_step=32", ranks=ranks))
+        found.append((samples_of(run), load_file(run / "checkpoints/step_000004/model/model.safetensors")))
+    (one, weights), (two, of_two) = found
+    assert len(one) == 4 * 32 and max(len(sample["turns"]) for sample in one) > 2
+    rows = [[(each["step"], each["row"], each["turns"], each["reward"]) for each in samples] for samples in (one, two)]
+    assert rows[0] == rows[1]
+    assert one[:32] == two[:32], "before the first update, which adds up in another order, bits are the same too"
+    for name, weight in weights.items():
+        torch.testing.assert_close(of_two[name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.ranks
