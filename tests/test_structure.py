@@ -79,8 +79,8 @@ def test_the_tree_keeps_within_its_budget(found):
     # The page is made from the code, and another test holds it to that.
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     counted = {
-        "lines of src/spmdrl": 59_573found["lines"],
-        "imports of ours": 1_918found["imports_of_ours"],
+        "lines of src/spmdrl": found["lines"],
+        "imports of ours": found["imports_of_ours"],
         "folders": found["folders"],
         "config keys": len(set(re.findall(r"^- `([a-z_][\w.<>*\[\]]*)` \(", page, re.M))),
     }
