@@ -116,14 +116,14 @@ class Renderer:
         """Return the text before the answer; if messages end with an assistant's message, it is continued."""
         if not self.uses_template(prompt):
             return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
-        messages = self._messages(prompt)
+        messages = self.messages(prompt)
         if messages[-1]["role"] != "assistant":
-            return self._rendered(messages, columns, add_generation_prompt=True)
+            return self.rendered(messages, columns, add_generation_prompt=True)
         *before, last = messages
         begun = last.get("content") or ""
         if last.get("tool_calls"):
             raise RowNotRendered("the prompt ends with the assistant's tool calls; add the tools' results")
-        text, mark, _ = self._rendered([*before, {**last, "content": begun + _CUT}], columns).rpartition(_CUT)
+        text, mark, _ = self.rendered([*before, {**last, "content": begun + _CUT}], columns).rpartition(_CUT)
         if not mark or not text.endswith(begun.lstrip()):
             raise RowNotRendered(
                 f"the chat template of {self._place} doesn't write all of the assistant's last message, which the "
@@ -138,14 +138,14 @@ class Renderer:
         if not self.uses_template(prompt):
             answer_ids = self._ended(encode(answer if isinstance(answer, str) else _plain_text(answer)))
             return MarkedTokens.of_answer(self.tokenizer.begun(encode(self.prompt_text(prompt, columns))), answer_ids)
-        *before, last = self._messages(prompt)
+        *before, last = self.messages(prompt)
         message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         if last["role"] == "assistant" and isinstance(answer, str):
             message = {**last, "content": f"{last.get('content') or ''}{answer}"}
             begun = self.prompt_text(prompt, columns)
         else:
             before.append(last)
-            begun = self._rendered(before, columns, add_generation_prompt=True)
+            begun = self.rendered(before, columns, add_generation_prompt=True)
         text, is_ended = self._turn(begun, before, message, columns)
         prompt_ids, ids = encode(begun), encode(begun + text.rstrip())
         # The model can't generate a token that spans both.
@@ -160,7 +160,7 @@ class Renderer:
         before and after each of the assistant's messages: the text between them is marked, through the token that ends
         the turn. Raises ValueError if that is ambiguous, or the first token would be trained on.
         """
-        messages = self._messages(messages)
+        messages = self.messages(messages)
         if _GENERATION.search(self._template(_tools_of(columns))):
             how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             rendered = self._apply(messages, columns, **how)
@@ -182,7 +182,7 @@ class Renderer:
         for messages in (asked, [{"role": "system", "content": "?"}, *asked]):
             # Templates may raise anything of their own, such as a demand for a system message.
             try:
-                _, probe, after = self._rendered(self._messages(messages), {}).rpartition(_PROBE)
+                _, probe, after = self.rendered(self.messages(messages), {}).rpartition(_PROBE)
             except ValueError:
                 continue
             return self.tokenizer.first_special(after) if probe else None
@@ -238,7 +238,7 @@ class Renderer:
         return f"WARNING: {template} reads {', '.join(unset)}, which only rows' kwargs could set" if unset else None
 
     def _by_prefixes(self, messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> MarkedTokens:
-        whole, encode = self._rendered(messages, columns), self.tokenizer.encode
+        whole, encode = self.rendered(messages, columns), self.tokenizer.encode
         ids = encode(whole)
         is_learnt = [False] * len(ids)
         for number, message in enumerate(messages):
@@ -246,7 +246,7 @@ class Renderer:
                 continue
             if number == 0:
                 raise RowNotRendered("the first message is the assistant's; begin with a user's message")
-            begun = self._rendered(messages[:number], columns, add_generation_prompt=True)
+            begun = self.rendered(messages[:number], columns, add_generation_prompt=True)
             text = self._turn(begun, messages[:number], message, columns)[0] if whole.startswith(begun) else ""
             before, through = encode(begun), encode(begun + text)
             if not len(before) < len(through) or ids[: len(before)] != before or ids[: len(through)] != through:
@@ -260,7 +260,7 @@ class Renderer:
 
     def _turn(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> tuple[str, bool]:
         """Return an answer's text after `begun`, the rendered prompt, through its end of turn; True if it has one."""
-        whole = self._rendered([*before, _without_null(message)], columns)
+        whole = self.rendered([*before, _without_null(message)], columns)
         last = str(before[-1].get("content") or "").strip() if before else ""
         tail = begun[begun.rfind(last) :] if last and last in begun else ""
         if whole.startswith(begun):
@@ -277,7 +277,7 @@ class Renderer:
 
     def _behind_a_thought(self, begun: str, before: Messages, message: Message, columns: Mapping[str, Any]) -> str:
         """Return an answer after a generation prompt with an ending that conversations lack, such as `<think>`."""
-        known = self._rendered([*before, {"role": "assistant", "content": _UNKNOWN}], columns)
+        known = self.rendered([*before, {"role": "assistant", "content": _UNKNOWN}], columns)
         more, content = begun[len(commonprefix([begun, known])) :], str(message.get("content") or "")
         text = content.removeprefix(more).removeprefix(more.strip())
         names = re.findall(r"<(\w+)>", more)
@@ -293,7 +293,7 @@ class Renderer:
         stops = self.tokenizer.stop_token_ids
         return ids if ids and ids[-1] in stops else [*ids, *stops[:1]]
 
-    def _messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
+    def messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
         """Return messages for the template: with the system's prompt, and without null entries."""
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given):
@@ -307,7 +307,7 @@ class Renderer:
     def _template(self, tools: list[Any] | None) -> str:
         return self.tokenizer.raw.get_chat_template(tools=tools)
 
-    def _rendered(self, messages: Messages, columns: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
+    def rendered(self, messages: Messages, columns: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
         return self._apply(messages, columns, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _apply(self, messages: Messages, columns: Mapping[str, Any], **how: Any) -> Any:
