@@ -160,10 +160,17 @@ class ModelTokenizer:
 
         In the texts `before` and `after` it, they are recognised.
         """
+        return self.encode_parts([before, *self.without_marks(text), after])
+
+    def without_marks(self, text: str) -> list[str]:
+        """Return a text in parts, none of which has a special token or another one of the chat template."""
         # Cut after its first letter, a mark is no token.
         cuts = [found.start() + 1 for found in self._marks.finditer(text)]
-        foreign = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
-        return [token_id for part in (before, *foreign, after) if part for token_id in self._encode_behind(part)]
+        return [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+
+    def encode_parts(self, parts: Sequence[str]) -> list[int]:
+        """Return the tokens of consecutive texts, each in mid-text; special tokens are recognised in each alone."""
+        return [token_id for part in parts if part for token_id in self._encode_behind(part)]
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
