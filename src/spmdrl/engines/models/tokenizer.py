@@ -160,17 +160,14 @@ class ModelTokenizer:
 
         In the texts `before` and `after` it, they are recognised.
         """
-        return self.encode_parts([before, *self.without_marks(text), after])
+        parts = (before, *self.without_marks(text), after)
+        return [token_id for part in parts if part for token_id in self.encode_behind(part)]
 
     def without_marks(self, text: str) -> list[str]:
         """Return a text in parts, none of which has a special token or another one of the chat template."""
         # Cut after its first letter, a mark is no token.
         cuts = [found.start() + 1 for found in self._marks.finditer(text)]
         return [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
-
-    def encode_parts(self, parts: Sequence[str]) -> list[int]:
-        """Return the tokens of consecutive texts, each in mid-text; special tokens are recognised in each alone."""
-        return [token_id for part in parts if part for token_id in self._encode_behind(part)]
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
@@ -179,7 +176,7 @@ class ModelTokenizer:
         marks = [one.content for one in added if one.content.strip() and (one.special or one.content in template)]
         return re.compile(f"(?={'|'.join(map(re.escape, marks)) or '(?!)'})")
 
-    def _encode_behind(self, text: str) -> list[int]:
+    def encode_behind(self, text: str) -> list[int]:
         """Return the tokens of a text in mid-text: no space is put before it."""
         for anchor in _ANCHORS if self._adds_space else ():
             head, both = self.encode(anchor), self.encode(anchor + text)

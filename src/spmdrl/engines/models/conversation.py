@@ -1,0 +1,245 @@
+"""Conversion of an environment's messages to tokens that follow what a model wrote; nothing is tokenized twice.
+
+A turn of the model is never rendered: its tokens stay as they were sampled. The template renders the prompt, a probe
+in the turn's place and the new messages; what follows the probe's end of turn is appended. Special tokens in the new
+messages are read as letters, the template's own as such.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from os.path import commonprefix
+from typing import Any
+
+from spmdrl.engines.models.renderer import Messages, Renderer
+from spmdrl.nouns.settings.data_config import RowNotRendered
+
+_PROBE = "Tangerine"
+_ROLES = ("user", "tool")
+_NUM_SHOWN = 4
+"""tokens shown of each side of a fork"""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A prompt that is cut behind the content of its last message, so that the environment can add to it."""
+
+    prompt_ids: list[int]
+    after: str
+    """the template's text behind the cut, through the start of the model's turn"""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The first token that a template writes otherwise once a conversation has gone on."""
+
+    num_messages: int
+    """number of messages of the shorter conversation, which the model answers"""
+    position: int
+    """of the differing token"""
+    earlier: str
+    """text from that token on, as the model read it"""
+    later: str
+    """text in its place in the longer conversation"""
+
+    def __str__(self) -> str:
+        return (
+            f"behind {self.num_messages} messages, token {self.position} begins {self.earlier!r}, but {self.later!r} "
+            "once the conversation has gone on"
+        )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Form of a model's turn behind which the template writes messages of some roles."""
+
+    num_calls: int
+    content: str | None
+    """beside tool calls"""
+    has_text_arguments: bool
+    end: str = ""
+    """token that ends the turn there; empty without one"""
+    skipped: int = 0
+    """letters of the turn behind the probe, where no token ends it"""
+
+    def turn(self, results: Messages, probe: str) -> dict[str, Any]:
+        """Return a turn with the probe last in it: that calls the functions of these results, or has no call."""
+        if not self.num_calls:
+            return {"role": "assistant", "content": probe}
+        arguments = {"argument": probe}
+        calls = [
+            {"type": "function", "id": result["tool_call_id"], "function": {
+                "name": result["name"], "arguments": json.dumps(arguments) if self.has_text_arguments else arguments,
+            }}
+            for result in results[: self.num_calls]
+        ]  # fmt: skip
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}
+
+
+class Conversation:
+    """Tokens of conversations in one tokenizer's chat template."""
+
+    def __init__(self, renderer: Renderer):
+        self._renderer, self._tokenizer = renderer, renderer.tokenizer
+        self._forms: dict[tuple[str, ...], _Form] = {}
+
+    def opening(self, prompt: str | Messages, columns: Mapping[str, Any]) -> Opening:
+        """Cut a prompt behind its last message's content, which must be the user's.
+
+        `encode_foreign(observation, after=opening.after)` are the tokens through the start of the model's turn.
+        """
+        if not self._renderer.uses_template(prompt):
+            return Opening(self._tokenizer.begun(self._tokenizer.encode(self._renderer.prompt_text(prompt, {}))), "")
+        *before, last = self._renderer.messages(prompt)
+        if last["role"] != "user":
+            raise RowNotRendered(
+                f"the environment adds to the user's message that ends a prompt, but this one ends with the role "
+                f"'{last['role']}'; end it with the user's"
+            )
+        probe, content = _unused_word([*before, last]), last.get("content") or ""
+        marked = f"{content}{probe}" if isinstance(content, str) else [*content, {"type": "text", "text": probe}]
+        text = self._renderer.rendered([*before, {**last, "content": marked}], columns, add_generation_prompt=True)
+        if text.count(probe) != 1:
+            raise RowNotRendered(
+                f"the chat template writes the user's last message {text.count(probe)} times, so that nothing can be "
+                "added to its end; let the environment answer turns only"
+            )
+        head, _, after = text.partition(probe)
+        return Opening(self._tokenizer.encode(head), after)
+
+    def after_turn(self, prompt: Messages, columns: Mapping[str, Any], last_id: int, new: Messages) -> list[int]:
+        """Return the tokens that follow a model's turn: its end, unless `last_id` is that, and the new messages.
+
+        A turn that a stop string or another token ended gets the template's end of turn. `new` are the user's messages
+        and tools' results, these with `name`; their texts have no special tokens.
+        """
+        new = [self._checked(number, message) for number, message in enumerate(new)]
+        prompt = self._renderer.messages(prompt)
+        cut = _unused_letter([*prompt, *new])
+        new = [self._cut(message, cut) for message in new]
+        roles = tuple(message["role"] for message in new)
+        if roles not in self._forms:
+            self._forms[roles] = self._form(prompt, columns, new)
+        form, end_of_turn = self._forms[roles], self._renderer.end_of_turn
+        tail = self._tail(form, prompt, columns, new, alone=False)
+        tail = tail[tail.index(form.end) if form.end else form.skipped :]
+        # JSON in ASCII escapes the letter.
+        parts = filter(None, re.split(rf"{cut}|\\u{ord(cut):04x}", tail))
+        ids = [token_id for part in parts for token_id in self._tokenizer.encode_behind(part)]
+        ends = self._tokenizer.encode(form.end)
+        is_ended = form.end and (last_id == ends[-1] or (end_of_turn is not None and last_id == end_of_turn.token_id))
+        return ids[len(ends) :] if is_ended else ids
+
+    def fork(self, messages: Messages, columns: Mapping[str, Any]) -> Fork | None:
+        """Return the first token that the model read otherwise in one of its turns than it would in the next one.
+
+        Compares the template's texts before each of the assistant's messages, and at the end; None if each is a prefix
+        of the next one in tokens, so that appending to a conversation gives the template's own.
+        """
+        messages = self._renderer.messages(messages)
+        for (number, earlier), (_, later) in pairwise(self._before_turns(messages, columns)):
+            # What precedes a special token is tokenized by itself.
+            start = self._last_special(commonprefix([earlier, later]))
+            ids, others = (self._tokenizer.encode(text[start:]) for text in (earlier, later))
+            if ids == others[: len(ids)]:
+                continue
+            place = next(at for at, token in enumerate(ids) if others[at : at + 1] != [token])
+            shown = [self._tokenizer.raw.decode(side[place : place + _NUM_SHOWN]) for side in (ids, others)]
+            return Fork(number, len(self._tokenizer.encode(earlier[:start])) + place, *shown)
+        return None
+
+    def _before_turns(self, messages: Messages, columns: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+        """Yield the number of messages before each turn with the text that the model reads there; the whole at last."""
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and number:
+                yield number, self._renderer.rendered(messages[:number], columns, add_generation_prompt=True)
+        is_answered = messages[-1]["role"] == "assistant"
+        yield len(messages), self._renderer.rendered(messages, columns, add_generation_prompt=not is_answered)
+
+    def _last_special(self, text: str) -> int:
+        """Return the place of the last special token in a text, 0 without one."""
+        added = self._tokenizer.raw.added_tokens_decoder.values()
+        return max(0, 0, *(text.rfind(one.content) for one in added if one.special and not one.lstrip))
+
+    def _checked(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        role = message.get("role")
+        if role not in _ROLES:
+            raise ValueError(
+                f"an environment's message has the role {role!r}, but only {' and '.join(_ROLES)} follow a model's turn"
+            )
+        if role == "tool" and not isinstance(message.get("name"), str):
+            raise ValueError(f"a tool's result lacks 'name', the function's, which templates write: {message!r:.80}")
+        # Mistral's templates demand nine letters.
+        return {"tool_call_id": f"call{number:05d}", **message} if role == "tool" else dict(message)
+
+    def _cut(self, value: Any, cut: str) -> Any:
+        """Put a letter into each special token of a message's texts, so that it is none."""
+        if isinstance(value, Mapping):
+            return {key: self._cut(entry, cut) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [self._cut(entry, cut) for entry in value]
+        return cut.join(self._tokenizer.without_marks(value)) if isinstance(value, str) else value
+
+    def _tail(self, form: _Form, prompt: Messages, columns: Mapping[str, Any], new: Messages, *, alone: bool) -> str:
+        """Return the text behind the probe: of the turn alone, or through the start of the next one."""
+        probe = _unused_word([*prompt, *new])
+        turn = form.turn([message for message in new if message["role"] == "tool"], probe)
+        messages = [*prompt, turn] if alone else [*prompt, turn, *new]
+        _, found, tail = self._renderer.rendered(messages, columns, add_generation_prompt=not alone).rpartition(probe)
+        if not found:
+            raise RowNotRendered("it leaves out the turn")
+        return tail
+
+    def _form(self, prompt: Messages, columns: Mapping[str, Any], new: Messages) -> _Form:
+        """Find a form of the model's turn behind which the template writes all new messages, and the turn's end."""
+        word = _unused_word(prompt)
+        new = [{**message, "content": f"{word}x{number}x"} for number, message in enumerate(new)]
+        num_results = sum(message["role"] == "tool" for message in new)
+        forms = [
+            _Form(num_calls, content, has_text_arguments)
+            for num_calls in dict.fromkeys((num_results, min(num_results, 1)))
+            for content in ("", None)
+            for has_text_arguments in (False, True)
+        ]
+        problem = ""
+        for form in [*forms, _Form(0, None, False)]:
+            try:
+                tail, alone = (self._tail(form, prompt, columns, new, alone=alone) for alone in (False, True))
+            except RowNotRendered as error:
+                problem = problem or f" ({error})"
+                continue
+            if all(message["content"] in tail for message in new):
+                return replace(form, **self._end(tail.partition(f"{word}x0x")[0], alone))
+        raise RowNotRendered(
+            f"the chat template doesn't write messages of the roles {', '.join(m['role'] for m in new)} behind the "
+            f"model's turn{problem}; answer with messages that it writes, or give data.chat_template_file"
+        )
+
+    def _end(self, tail: str, alone: str) -> dict[str, Any]:
+        """Return the end of a turn from the text between it and a next message, and the text behind it alone."""
+        own, stops = self._renderer.end_of_turn, [stop.text for stop in self._tokenizer.stop_tokens]
+        found = {tail.index(text): text for text in [*stops, *([own.text] if own else [])] if text in tail}
+        if found:
+            return {"end": found[min(found)]}
+        if own is not None and alone.startswith(own.text) and (other := self._tokenizer.first_special(tail)):
+            # Templates may end the last turn by another token, such as gpt-oss's <|return|>.
+            return {"end": other.text}
+        return {"skipped": len(commonprefix([tail, alone]).rstrip())}
+
+
+def _unused_word(messages: Messages) -> str:
+    """Return a word that templates leave unchanged and these messages lack."""
+    text, number = json.dumps(list(messages), default=str), 0
+    while f"{_PROBE}{number}" in text:
+        number += 1
+    return f"{_PROBE}{number}"
+
+
+def _unused_letter(messages: Messages) -> str:
+    """Return a letter without a meaning that these messages lack."""
+    text = json.dumps(list(messages), ensure_ascii=False, default=str)
+    return next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)
