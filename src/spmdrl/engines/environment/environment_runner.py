@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import json
 import numbers
 import reprlib
 import signal
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
-from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Row, Session, Turn
+from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Reply, Row, Session, Turn
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
@@ -31,8 +32,8 @@ BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
 class StepResult:
     """Outcome of one step; `verdict` is None if it succeeded."""
 
-    observation: Observation | None = None
-    """text that the model reads; None if the row has ended"""
+    observation: Observation | Reply | None = None
+    """text or messages that the model reads; None if the row has ended"""
     reward: float | None = None
     verdict: Verdict | None = None
     error: str | None = None
@@ -41,7 +42,8 @@ class StepResult:
     def of(cls, fields: Mapping[str, Any]) -> StepResult:
         """Build from JSON of `asdict`'s result. Raises KeyError, TypeError or ValueError for anything else."""
         verdict = None if fields["verdict"] is None else Verdict(fields["verdict"])
-        observation = None if fields["observation"] is None else Observation(**fields["observation"])
+        read = fields["observation"]
+        observation = None if read is None else Reply(**read) if "messages" in read else Observation(**read)
         return cls(observation, fields["reward"], verdict, fields["error"])
 
 
@@ -153,7 +155,7 @@ def result_of(step: Callable[[], object]) -> StepResult:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {no_terminal('a debugger', 'environment')}")
     except (Exception, SystemExit) as error:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}")
-    if isinstance(outcome, Observation) and is_observation(outcome):
+    if isinstance(outcome, Observation | Reply) and is_observation(outcome):
         return StepResult(observation=outcome)
     if isinstance(outcome, End):
         if outcome.reward is None:
@@ -163,8 +165,8 @@ def result_of(step: Callable[[], object]) -> StepResult:
     # reprlib copies a huge text only if it is alone.
     shown = f"Observation({reprlib.repr(outcome.text)})" if isinstance(outcome, Observation) else reprlib.repr(outcome)
     problem = (
-        f"step gave {shown}, but must give Observation(text, before, after) of at most {MAX_CHARACTERS} "
-        "characters that UTF-8 has, End() or End(reward=a finite number)"
+        f"step gave {shown}, but must give Observation(text, before, after) or Reply(messages) of at most "
+        f"{MAX_CHARACTERS} characters that UTF-8 has, End() or End(reward=a finite number)"
     )
     return StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {problem}")
 
@@ -178,7 +180,14 @@ def is_reward(value: Any) -> bool:
 
 
 def is_observation(value: Any) -> bool:
-    """Return True if a value is an observation whose texts a tokenizer takes in acceptable time."""
+    """Return True if a value is an observation or reply whose texts a tokenizer takes in acceptable time."""
+    if isinstance(value, Reply):
+        try:
+            written = json.dumps(value.messages, ensure_ascii=False)
+            are_objects = all(isinstance(message, Mapping) for message in value.messages)
+            return are_objects and len(written) <= MAX_CHARACTERS and bool(written.encode())
+        except (TypeError, ValueError, RecursionError):
+            return False
     if not isinstance(value, Observation):
         return False
     texts = (value.before, value.text, value.after)

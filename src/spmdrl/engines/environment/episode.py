@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +53,14 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Reply:
+    """Answer that continues the row by messages, which the model reads as its chat template writes them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """the user's, and tools' results with `name`, the function's; special tokens in their texts aren't recognised"""
+
+
+@dataclass(frozen=True)
 class End:
     """Answer that finishes the row."""
 
@@ -67,7 +75,7 @@ class Session(Protocol):
     resumes, the row is opened again; the turns so far are given to `restore`, or stepped through without it.
     """
 
-    def step(self, turn: Turn) -> Observation | End:
+    def step(self, turn: Turn) -> Observation | Reply | End:
         """Reply to a turn that a stop token or a stop string ended."""
         ...
 
@@ -75,6 +83,6 @@ class Session(Protocol):
 class Environment(Protocol):
     """Environment without state of rows, built once per process: a row's next step may run in another process."""
 
-    def step(self, episode: Episode) -> Observation | End:
+    def step(self, episode: Episode) -> Observation | Reply | End:
         """Reply to a turn that a stop token or a stop string ended."""
         ...

@@ -111,14 +111,23 @@ class Conversation:
         head, _, after = text.partition(probe)
         return Opening(self._tokenizer.encode(head), after)
 
-    def after_turn(self, prompt: Messages, columns: Mapping[str, Any], last_id: int, new: Messages) -> list[int]:
+    def after_turn(self, prompt: str | Messages, columns: Mapping[str, Any], last_id: int, new: Messages) -> list[int]:
         """Return the tokens that follow a model's turn: its end, unless `last_id` is that, and the new messages.
 
         A turn that a stop string or another token ended gets the template's end of turn. `new` are the user's messages
-        and tools' results, these with `name`; their texts have no special tokens.
+        and tools' results, these with `name`; their texts have no special tokens. Raises ValueError for messages that
+        the template doesn't write there.
         """
+        if not self._renderer.uses_template(prompt):
+            raise ValueError(
+                "an environment's messages need the chat template, but the prompt is plain text; answer with "
+                "Observation(text), or set data.chat_template: always"
+            )
         new = [self._checked(number, message) for number, message in enumerate(new)]
         prompt = self._renderer.messages(prompt)
+        if prompt[-1]["role"] == "assistant":
+            # The model's turn continues this message.
+            prompt.pop()
         cut = _unused_letter([*prompt, *new])
         new = [self._cut(message, cut) for message in new]
         roles = tuple(message["role"] for message in new)

@@ -97,7 +97,7 @@ def turns_of(
 ) -> RolloutTurns | None:  # fmt: skip
     """Return the turns of a replica with the run's environment, closed with the stack; None without one."""
     return build_turns(
-        config.environment, replica.mesh, prepared.tokenizer, device, stack,
+        config.environment, replica.mesh, prepared.renderer, device, stack,
         vocab_size=prepared.source.decoder.vocab_size, strikes=strikes, journal=journal,
     )  # fmt: skip
 

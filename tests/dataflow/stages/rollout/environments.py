@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from spmdrl.engines.environment.episode import End, Episode, Observation, Row, Turn
+from spmdrl.engines.environment.episode import End, Episode, Observation, Reply, Row, Turn
 
 
 class Answering:
@@ -83,3 +83,19 @@ class Judging:
         if what == "malformed":
             return "text"
         return End(reward=len(episode.response) / 8)
+
+
+class Replying:
+    """Answers with the messages that the data gives for each turn, then ends the row."""
+
+    def open(self, row: Row):
+        return Replies(row.columns["replies"])
+
+
+class Replies:
+    def __init__(self, replies: list):
+        self.replies = iter(replies)
+
+    def step(self, turn: Turn):
+        messages = next(self.replies, None)
+        return End(reward=1.0) if messages is None else Reply(messages)

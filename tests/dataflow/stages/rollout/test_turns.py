@@ -15,8 +15,10 @@ from tests.support.chosen_device import chosen_device
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rollout.partial import OwnGroup, nothing_yet, packed, unpacked
 from spmdrl.dataflow.stages.rollout.requests import run_requests
+from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.environment.episode import Observation
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response
@@ -38,8 +40,8 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(LETTERS[token] for token in token_ids)
 
 
-def encode(text: str, before: str, after: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in before + text + after]
+def encode(row: TurnRow, read: Observation) -> list[int]:
+    return [LETTERS.index(letter) for letter in read.before + read.text + read.after]
 
 
 def engine_of(**rollout: object) -> NativeEngine:

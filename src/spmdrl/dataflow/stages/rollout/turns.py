@@ -24,10 +24,12 @@ from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_reque
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
+from spmdrl.engines.environment.episode import Observation, Reply
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
-from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.engines.models.conversation import Conversation
+from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
@@ -36,8 +38,8 @@ from spmdrl.runtime.workers.call_pool import Unanswered
 from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
-EncodeForeign = Callable[[str, str, str], list[int]]
-"""Tokens of a text by others, and of the text before and after it (`Observation`)."""
+EncodeRead = Callable[[TurnRow, Observation | Reply], list[int]]
+"""Tokens of an environment's answer behind a row; raises ValueError for messages that the chat template refuses."""
 
 
 class RolloutTurns:
@@ -48,7 +50,7 @@ class RolloutTurns:
 
     def __init__(
         self, pool: EnvironmentPool | None, mesh: GenerationMesh, *, lockstep: Lockstep, decode: Decode,
-        decode_all: Decode, encode: EncodeForeign, vocab_size: int, return_after: int,
+        decode_all: Decode, encode: EncodeRead, vocab_size: int, return_after: int,
     ):  # fmt: skip
         """`lockstep` connects the replicas that step together; `return_after` counts engine steps.
 
@@ -150,10 +152,12 @@ class RolloutTurns:
                 row.outcome = Outcome(result.reward, Verdict.SCORED if result.reward else Verdict.WRONG)
         else:
             read = result.observation
-            token_ids = self._encode(read.text, read.before, read.after)
-            if max(token_ids, default=0) >= self._vocab_size:
-                error = f"{read!r:.200} has a token that the model has no embedding for"
-                row.outcome = Outcome(None, Verdict.MALFORMED, error)
+            try:
+                token_ids = self._encode(row, read)
+                if max(token_ids, default=0) >= self._vocab_size:
+                    raise ValueError(f"{read!r:.200} has a token that the model has no embedding for")
+            except ValueError as error:
+                row.outcome = Outcome(None, Verdict.MALFORMED, str(error))
                 return "stop"
             if len(token_ids) >= row.num_left:
                 return "length"
@@ -197,15 +201,23 @@ def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]
 
 
 def build_turns(
-    config: EnvironmentConfig, mesh: GenerationMesh, tokenizer: ModelTokenizer, device: torch.device, stack: ExitStack,
+    config: EnvironmentConfig, mesh: GenerationMesh, renderer: Renderer, device: torch.device, stack: ExitStack,
     *, vocab_size: int, strikes: Strikes | None = None, journal: Journal | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
     """Build turns with a configuration's environment, closed with the stack; None without one."""
     if config.function is None:
         return None
     pool = stack.enter_context(EnvironmentPool(config, strikes=strikes, journal=journal)) if mesh.is_leader else None
+    tokenizer, conversation = renderer.tokenizer, Conversation(renderer)
+
+    def encode(row: TurnRow, read: Observation | Reply) -> list[int]:
+        if isinstance(read, Observation):
+            return tokenizer.encode_foreign(read.text, read.before, read.after)
+        prompt = row.prompt
+        return conversation.after_turn(prompt.original, prompt.columns, row.so_far.token_ids[-1], read.messages)
+
     return RolloutTurns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
-        decode=tokenizer.decode, decode_all=tokenizer.decode_all, encode=tokenizer.encode_foreign,
+        decode=tokenizer.decode, decode_all=tokenizer.decode_all, encode=encode,
         vocab_size=vocab_size, return_after=config.return_after_steps,
     )  # fmt: skip
