@@ -66,8 +66,8 @@ def test_an_own_model_own_data_and_an_own_reward(model: Path, tmp_path: Path) ->
     )
     checked = read(typed("spmdrl", "check", "run.yaml", cwd=tmp_path))
     assert "epoch" in checked.text and "parameters" in checked.text, checked.text
-    assert "shard 8" in read(typed("spmdrl", "check", "run.yaml", "--ranks", "8", cwd=tmp_path)).text
-    trained = read(typed("spmdrl", "train", "run.yaml", cwd=tmp_path))
+    assert "shard 8" in read(typed("spmdrl", "check", "run.yaml", "--ranks", "8", cwd=tmp_path, forked=True)).text
+    trained = read(typed("spmdrl", "train", "run.yaml", cwd=tmp_path, forked=True))
     assert "done" in trained.text and "grpo step 2/2" in trained.text
     assert (tmp_path / "runs" / "my_run" / "report.html").is_file()
 
@@ -114,17 +114,18 @@ def test_a_trained_model_is_evaluated_and_its_runs_summary_stays(first_run: Path
 def test_prompts_are_answered_from_the_command_line_and_from_stdin(first_run: Path, tmp_path: Path) -> None:
     named = read(typed("spmdrl", "generate", f"model.path={first_run}", "prompt=12+30=", cwd=tmp_path))
     assert "12+30=" in named.text
-    piped = read(typed("spmdrl", "generate", f"model.path={first_run}", "-", answer="11+22=\n", cwd=tmp_path))
+    from_stdin = ("spmdrl", "generate", f"model.path={first_run}", "-")
+    piped = read(typed(*from_stdin, answer="11+22=\n", cwd=tmp_path, forked=True))
     assert "11+22=" in piped.text
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_one_line_and_the_same_command_goes_on(first_run: Path, tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = ("spmdrl", "train", QUICKSTART, *SHORT, "checkpoint.interval=1", "train.max_steps=40", "eval.interval=0",
                f"run.dir={tmp_path / 'run'}")  # fmt: skip
-    stopped = typed(*command, interrupt_at="grpo step 3/40", code=130)
+    stopped = typed(*command, interrupt_at="grpo step 3/40", code=130, forked=True)
     assert len([line for line in stopped.lines if "interrupted" in line]) == 1, stopped.text
-    again = read(typed(*command, "train.max_steps=6", code=None))
+    again = read(typed(*command, "train.max_steps=6", code=None, forked=True))
     assert "resumed from" in again.text, again.text
 
 
@@ -149,7 +150,7 @@ MISTAKES = [
     ],
 )
 def test_a_mistake_is_answered_in_a_few_lines_with_a_way_out(arguments: list[str], expected: str) -> None:
-    screen = read(typed("spmdrl", *arguments, code=2))
+    screen = read(typed("spmdrl", *arguments, code=2, forked=True))
     assert expected in screen.text and len(screen.lines) <= 4, screen.text
 
 
