@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 
 from tests.bench.harness.bench_ranks import launch_variables
 from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
-from tests.support.jobs import ROOT, environment, metrics_of, tiny_config, weights_digest
+from tests.support.jobs import ROOT, be_job, environment, metrics_of, tiny_config, weights_digest
+from tests.support.ranks import end, fork
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 NUM_STEPS = 12
 IS_THOROUGH = "SPMDRL_FUZZ" in os.environ
 NUM_CONNECTIONS = 10_000 if IS_THOROUGH else 400
@@ -42,6 +44,8 @@ def share_of_digits(completions, **columns):
 """
 # What a gate sends before it has seen a proof: its mark, a fresh number and its own proof.
 ANSWER_BYTES = 72
+LISTEN = "0A"
+"""the state of a socket that listens, in Linux's tables"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,64 +56,74 @@ def namespaces() -> None:
 
 def train(config: Path, folder: Path, num_steps: int, *more: str) -> list[str]:
     keys = (f"run.dir={folder}", f"train.max_steps={num_steps}", "reward.timeout_seconds=900", *more)
-    return ["-m", "spmdrl", "train", str(config), *keys]
+    return ["train", str(config), *keys]
 
 
 @contextlib.contextmanager
-def ranks_on(nodes: Sequence[Node], ranks_per_node: int, arguments: list[str], log: Path) -> Iterator[list]:
+def ranks_on(
+    nodes: Sequence[Node], ranks_per_node: int, arguments: list[str], log: Path
+) -> Iterator[list[BaseProcess]]:
     """One process per rank, as a launcher without a store starts them."""
     ranks = []
     try:
         num_ranks = len(nodes) * ranks_per_node
         for rank in range(num_ranks):
             own = launch_variables(rank, num_ranks, nodes) if num_ranks > 1 else {}
-            with open(f"{log}.{rank}", "wb") as screen:
-                command = command_on(nodes[rank // ranks_per_node], arguments)
-                if len(nodes) == 1:
-                    own.pop("GLOO_SOCKET_IFNAME", None), own.pop("TP_SOCKET_IFNAME", None)
-                env = environment(**{name: str(value) for name, value in own.items()})
-                ranks.append(subprocess.Popen(command, stdout=screen, stderr=screen, env=env, cwd=ROOT))
+            if len(nodes) == 1:
+                own.pop("GLOO_SOCKET_IFNAME", None), own.pop("TP_SOCKET_IFNAME", None)
+            screens = [Path(f"{log}.{rank}")] * 2
+            ranks.append(fork(be_rank_on, nodes[rank // ranks_per_node], environment(**own), screens, arguments))
         yield ranks
     finally:
         for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait()
+            end(process, 0.0)
 
 
-def wait_for_steps(folder: Path, num_steps: int, ranks: Sequence[subprocess.Popen], log: Path) -> None:
+def be_rank_on(node: Node, own: dict[str, str], screens: list[Path], arguments: list[str]) -> None:
+    node.enter()
+    be_job(own, screens, arguments, None)
+
+
+def finish(ranks: Sequence[BaseProcess], log: Path) -> None:
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks] == [0] * len(ranks), Path(f"{log}.0").read_text()[-3000:]
+
+
+def wait_for_steps(folder: Path, num_steps: int, ranks: Sequence[BaseProcess], log: Path) -> None:
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or len(metrics_of(folder)) < num_steps:
-        assert all(rank.poll() is None for rank in ranks), "\n".join(
+        assert all(rank.exitcode is None for rank in ranks), "\n".join(
             Path(f"{log}.{number}").read_text()[-2000:] for number in range(len(ranks))
         )
         assert time.monotonic() < deadline, "the job takes too long to start"
         time.sleep(0.1)
 
 
-def command_on(node: Node, arguments: Sequence[str]) -> list[str]:
-    """Python on a node; the command becomes that process, so that ending it ends Python."""
-    return ["ip", "netns", "exec", node.name, sys.executable, *arguments]
-
-
-def on_node(node: Node, *arguments: str) -> Any:
-    """What a stranger on a node prints."""
-    command = command_on(node, ["-m", "tests.support.stranger", *arguments])
+def on_node(node: Node, *command: str) -> str:
+    """Stdout of a command that a stranger runs on a node."""
     env = environment(TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=ROOT, timeout=600)
-    return json.loads(done.stdout.splitlines()[-1])
+    command = ("ip", "netns", "exec", node.name, *command)
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=ROOT, timeout=600).stdout
+
+
+def listening_ports(node: Node) -> list[int]:
+    """All that listens on a node, as any of its users can find out."""
+    lines = [line.split() for line in on_node(node, "cat", "/proc/net/tcp", "/proc/net/tcp6").splitlines()]
+    return sorted({int(fields[1].rpartition(":")[2], 16) for fields in lines if fields[3] == LISTEN})
 
 
 def attack(node: Node, folder: Path, hosts: list[str], ports: list[int], names: Sequence[str]) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     arguments = [json.dumps(part) for part in (NUM_CONNECTIONS, hosts, ports, list(names))]
-    return on_node(node, str(folder), *arguments)
+    said = on_node(node, sys.executable, "-m", "tests.support.stranger", str(folder), *arguments)
+    return json.loads(said.splitlines()[-1])
 
 
 def undisturbed(tmp_path: Path, config: Path, nodes: Sequence[Node], ranks_per_node: int) -> str:
-    folder = tmp_path / "undisturbed"
-    with ranks_on(nodes, ranks_per_node, train(config, folder, NUM_STEPS), tmp_path / "undisturbed.log") as ranks:
-        assert [rank.wait(300) for rank in ranks] == [0] * len(ranks)
+    folder, log = tmp_path / "undisturbed", tmp_path / "undisturbed.log"
+    with ranks_on(nodes, ranks_per_node, train(config, folder, NUM_STEPS), log) as ranks:
+        finish(ranks, log)
     return weights_digest(folder, NUM_STEPS)
 
 
@@ -138,7 +152,7 @@ def test_strangers_read_nothing_write_nothing_and_do_no_harm(num_nodes, ranks_pe
         (tmp_path / "under_attack").touch()
         with ranks_on(nodes, ranks_per_node, train(config, folder, NUM_STEPS), log) as ranks:
             wait_for_steps(folder, 1, ranks, log)
-            ports = {node: on_node(node, "list") for node in nodes}
+            ports = {node: listening_ports(node) for node in nodes}
             within = [(node, ["127.0.0.1", node.address], ports[node]) for node in nodes]
             beside = [(outside, [node.address], ports[node]) for node in nodes]
             names = [] if IS_THOROUGH else QUICK
@@ -147,9 +161,9 @@ def test_strangers_read_nothing_write_nothing_and_do_no_harm(num_nodes, ranks_pe
                 found = list(
                     pool.map(lambda where, own: attack(where[0], own, *where[1:], names), within + beside, folders)
                 )
-            assert all(rank.poll() is None for rank in ranks), Path(f"{log}.0").read_text()[-3000:]
+            assert all(rank.exitcode is None for rank in ranks), Path(f"{log}.0").read_text()[-3000:]
             (tmp_path / "under_attack").unlink()
-            assert [rank.wait(300) for rank in ranks] == [0] * len(ranks), Path(f"{log}.0").read_text()[-3000:]
+            finish(ranks, log)
         assert weights_digest(folder, NUM_STEPS) == expected
     for got, own in zip(found, folders, strict=True):
         check_nothing_was_had(got, own)
@@ -161,6 +175,7 @@ def test_strangers_read_nothing_write_nothing_and_do_no_harm(num_nodes, ranks_pe
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_where_the_network_is_trusted_the_same_stranger_reads_files(tmp_path):
     """What the other test finds closed is open without the gates, and the stranger knows how to use it."""
     config, folder, log = tiny_config(tmp_path), tmp_path / "run", tmp_path / "log"

@@ -132,17 +132,17 @@ def run_job(
     with tempfile.TemporaryDirectory() as folder:
         screens = [Path(folder) / "stdout", Path(folder) / "stderr"]
         processes = [
-            fork(_be_job, environment(**own), screens, [*command, *(only_on or {}).get(rank, ())], prepare)
+            fork(be_job, environment(**own), screens, [*command, *(only_on or {}).get(rank, ())], prepare)
             for rank, own in enumerate(launched)
         ]
         code = _code_of_all(processes, time.monotonic() + timeout)
         return subprocess.CompletedProcess(command, code, *(screen.read_text() for screen in screens))
 
 
-def _be_job(
+def be_job(
     own: dict[str, str], screens: Sequence[Path], command: list[str], prepare: Callable[[], object] | None
 ) -> None:
-    """Do in this process what `python -m spmdrl` does in its own."""
+    """Do in this process what `python -m spmdrl` does in its own; `screens` are of its stdout and stderr."""
     for number, screen in enumerate(screens, 1):
         file = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)

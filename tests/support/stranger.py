@@ -28,15 +28,8 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc import api, internal
 
-LISTEN = "0A"
 SHORT = timedelta(seconds=1)
 HELLO = struct.Struct(">8s32s8sIIB")
-
-
-def listening_ports() -> list[int]:
-    """All that listens in this network namespace, as any of its users can find out."""
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return sorted({int(fields[1].rpartition(":")[2], 16) for fields in lines[1:] if fields[3] == LISTEN})
 
 
 def reachable(targets: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -269,10 +262,7 @@ def attacks(me: Stranger) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def main() -> None:
-    """Arguments: `list`, or a folder of the stranger's own, a number of connections, hosts, ports, names of attacks."""
-    if sys.argv[1] == "list":
-        print(json.dumps(listening_ports()))
-        return
+    """Arguments: a folder of the stranger's own, a number of connections, hosts, ports, names of attacks."""
     folder, num_connections, hosts, ports, chosen = Path(sys.argv[1]), *map(json.loads, sys.argv[2:6])
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
     me = Stranger(reachable([(host, port) for host in hosts for port in ports]), folder, num_connections)
