@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tool_templates import FOREIGN_ZOO, QUOTED, TOOL_ZOO, renderer_of, specimen
 
-from spmdrl.engines.environment.tool_calls import ModelTurn, ToolCall, TurnReader
+from spmdrl.engines.environment.episode import ToolCall, TurnParts
+from spmdrl.engines.environment.tool_calls import TurnReader
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.data_config import RowNotRendered
@@ -113,10 +114,10 @@ def test_a_turn_without_calls_is_read(name):
     reader, renderer = reader_of(name), renderer_of(name)
     text = renderer.rendered([*ASKED, {"role": "assistant", "content": "the {answer}"}], {})
     ids = renderer.tokenizer.encode(behind_the_start(renderer, text))
-    assert reader.read(ids, TOOLS) == reader.read(ids) == ModelTurn("the {answer}")
+    assert reader.read(ids, TOOLS) == reader.read(ids) == TurnParts(content="the {answer}")
 
 
-def read(name: str, text: str) -> ModelTurn:
+def read(name: str, text: str) -> TurnParts:
     return reader_of(name).read(renderer_of(name).tokenizer.encode(text), TOOLS)
 
 
@@ -171,7 +172,7 @@ def test_a_call_behind_one_that_cannot_be_read_is_read():
 
 
 def test_json_that_is_no_call_is_content():
-    assert read("single", '{"sum": 3}') == ModelTurn('{"sum": 3}')
+    assert read("single", '{"sum": 3}') == TurnParts(content='{"sum": 3}')
 
 
 def test_a_value_in_tags_has_the_type_that_the_function_takes():
@@ -184,13 +185,15 @@ def test_a_value_in_tags_has_the_type_that_the_function_takes():
     ("name", "text"), [("coder", "Hm"), ("qwen3", "<think>\nHm"), ("channels", "<|channel|>analysis<|message|>Hm")]
 )
 def test_a_thought_that_is_not_closed_is_all_of_the_turn(name, text):
-    assert read(name, text) == ModelTurn("", "Hm")
+    assert read(name, text) == TurnParts(content="", reasoning="Hm")
 
 
 def test_channels_are_taken_apart():
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    assert read("channels", f"{thought}<|channel|>final<|message|>So.<|return|>") == ModelTurn("So.", "Hm.")
-    assert read("channels", "<|channel|>final<|message|>So.<|return|>") == ModelTurn("So.")
+    assert read("channels", f"{thought}<|channel|>final<|message|>So.<|return|>") == TurnParts(
+        content="So.", reasoning="Hm."
+    )
+    assert read("channels", "<|channel|>final<|message|>So.<|return|>") == TurnParts(content="So.")
 
 
 def test_a_form_that_cannot_be_derived_is_refused_with_a_way_out():
@@ -222,6 +225,8 @@ def test_a_tokenizers_own_response_template_reads_its_turns(described):
         pytest.skip("transformers is older than response templates")
     encode = described._tokenizer.encode
     text = 'So.<|tool_call>call:add{a:1,b:<|"|>{x}<|"|>}<tool_call|><|tool_response>'
-    assert described.read(encode(text), TOOLS) == ModelTurn("So.", calls=(ToolCall("add", {"a": 1, "b": "{x}"}),))
+    assert described.read(encode(text), TOOLS) == TurnParts(
+        content="So.", calls=(ToolCall("add", {"a": 1, "b": "{x}"}),)
+    )
     got = described.read(encode("<|tool_call>call:add{a:}<tool_call|><|tool_response>"), TOOLS)
     assert not got.calls and "The turn can't be read: json" in got.problems[0]

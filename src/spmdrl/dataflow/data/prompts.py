@@ -107,7 +107,7 @@ class PromptSource:
         """Warnings about unused columns and template options."""
         num_in_template = sum(part.prompts.num_in_template for part in self._parts)
         num_texts = sum(len(part.rows) for part in self._parts) - num_in_template
-        has_tools = any(row.columns.get("tools") for part in self._parts for row in part.rows)
+        has_tools = any(self._renderer.tools_of(row.columns) for part in self._parts for row in part.rows)
         return self._renderer.warnings(num_texts, num_in_template, has_tools=has_tools)
 
     @property

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from spmdrl.engines.environment import environment_runner
 from spmdrl.engines.environment.environment_runner import (
     KEY,
     SESSION,
+    EnvironmentFacts,
     StepResult,
     Steps,
     load_environment,
     read_step,
 )
-from spmdrl.engines.environment.episode import Episode, Row
+from spmdrl.engines.environment.episode import Episode, Row, Turn
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.runtime.workers.call_pool import CallPool
@@ -24,6 +25,8 @@ from spmdrl.runtime.workers.isolation import runs_inline
 from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
 from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Verdict
+
+_OF_TURN = [field.name for field in fields(Turn) if field.name != "observation"]
 
 
 class EnvironmentPool:
@@ -64,7 +67,7 @@ class EnvironmentPool:
             inline=None if steps is None else lambda call: self._kept(call.key, steps.answer(call.message)),
             strikes=strikes,
         )
-        self._has_sessions = bool(self._calls.facts if steps is None else steps.has_sessions)
+        self.facts = steps.facts if steps is not None else EnvironmentFacts(**self._calls.facts)
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -78,11 +81,11 @@ class EnvironmentPool:
         if self._journal is not None and (known := self._journal.find(key, message)) is not None:
             self._calls.deliver(key, known)
             return
-        if not self._has_sessions:
+        if not self.facts.has_sessions:
             self._calls.submit([Call(key, message, subject=subject)])
             return
         self._open.add(key)
-        step = {SESSION: key, "response": message.pop("response")}
+        step = {SESSION: key} | {name: message.pop(name) for name in _OF_TURN}
         opening = self._opening(key, message, subject)
         self._calls.submit([Call(key, step, subject=subject, affinity=key, opening=opening)])
 
@@ -97,7 +100,7 @@ class EnvironmentPool:
 
     def try_open(self, row: Row) -> None:
         """Open a row's session, if the environment has any, and close it. Raises ValueError if it can't be opened."""
-        if not self._has_sessions:
+        if not self.facts.has_sessions:
             return
         opening = self._opening(SESSION, {**asdict(row), "turns": ()}, None)
         self._calls.submit([replace(opening, key=SESSION, affinity=SESSION)])

@@ -9,11 +9,21 @@ import reprlib
 import signal
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
-from spmdrl.engines.environment.episode import End, Environment, Episode, Observation, Reply, Row, Session, Turn
+from spmdrl.engines.environment.episode import (
+    End,
+    Environment,
+    Episode,
+    Observation,
+    Reply,
+    Row,
+    Session,
+    ToolCall,
+    Turn,
+)
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
@@ -26,6 +36,35 @@ MAX_CHARACTERS = 1 << 20
 SESSION = "session"
 """key of the row in messages to sessions"""
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    """Facts about an environment, from the process that built it."""
+
+    has_sessions: bool
+    tools: list[dict[str, Any]] | None
+    """schemas of functions that the model may call; None leaves turns unread"""
+
+    @classmethod
+    def of(cls, environment: Any, key: str = KEY) -> EnvironmentFacts:
+        """Read the attributes of an environment. Raises ValueError for tools that aren't schemas."""
+        tools = getattr(environment, "tools", None)
+        try:
+            if tools is not None and not all(isinstance(name_of_tool(tool), str) for tool in tools):
+                raise TypeError
+            tools = json.loads(json.dumps(tools))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{key}: the environment's tools are {tools!r:.200}, but must be a list of JSON schemas of functions, "
+                "such as transformers.utils.get_json_schema(function) gives"
+            ) from None
+        return cls(callable(getattr(environment, "open", None)), tools)
+
+
+def name_of_tool(tool: Mapping[str, Any]) -> Any:
+    """Return the name of a function from its schema."""
+    return tool.get("function", tool)["name"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +126,7 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
         except BaseException as error:
             return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}"))
 
-    return Loaded(answer, steps.has_sessions, lambda: bool(steps.sessions))
+    return Loaded(answer, asdict(steps.facts), lambda: bool(steps.sessions))
 
 
 class Steps:
@@ -95,24 +134,24 @@ class Steps:
 
     def __init__(self, environment: Any):
         self._environment = environment
-        self.has_sessions = callable(getattr(environment, "open", None))
+        self.facts = EnvironmentFacts.of(environment)
         self.sessions: dict[Hashable, Session] = {}
         self._unopened: dict[Hashable, StepResult] = {}
         """failures of rows that couldn't be opened"""
 
     def answer(self, message: dict[str, Any]) -> StepResult:
         """Open a row's session, take a step or close it; an exception becomes the verdict `CRASHED`."""
-        if not self.has_sessions:
+        if not self.facts.has_sessions:
             return take_step(self._environment, message)
         row = message[SESSION]
         if "response" in message:
-            turn = Turn(message["response"])
+            turn = Turn.of({name: value for name, value in message.items() if name != SESSION})
             return self._unopened.get(row) or result_of(lambda: self.sessions[row].step(turn))
         self._close(row)
         return self._open(row, message) if "turns" in message else StepResult()
 
     def _open(self, row: Hashable, message: Mapping[str, Any]) -> StepResult:
-        turns = tuple(Turn(**turn) for turn in message["turns"])
+        turns = tuple(map(Turn.of, message["turns"]))
 
         def begin() -> End:
             session = self._environment.open(Row(message["prompt"], message["columns"], message["seed"]))
@@ -124,7 +163,7 @@ class Steps:
             else:
                 # What was answered then stands; this only brings the session there.
                 for turn in turns:
-                    session.step(Turn(turn.response))
+                    session.step(replace(turn, observation=""))
             return End()
 
         result = self._unopened[row] = result_of(begin)
@@ -143,8 +182,9 @@ class Steps:
 
 def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
     """Run one step of the environment and check its outcome; an exception becomes the verdict `CRASHED`."""
-    turns = tuple(Turn(**turn) for turn in message["turns"])
-    return result_of(lambda: environment.step(Episode(**{**message, "turns": turns})))
+    turns, calls = tuple(map(Turn.of, message["turns"])), tuple(ToolCall(**call) for call in message["calls"])
+    episode = Episode(**{**message, "turns": turns, "calls": calls, "problems": tuple(message["problems"])})
+    return result_of(lambda: environment.step(episode))
 
 
 def result_of(step: Callable[[], object]) -> StepResult:

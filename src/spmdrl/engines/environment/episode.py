@@ -8,13 +8,39 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Turn:
+class ToolCall:
+    """A call of a function by the model."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnParts:
+    """Parts of what a model wrote in a turn; all empty if the environment has no attribute `tools`."""
+
+    content: str = ""
+    """text before the first call"""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    """of calls that can't be read, as messages to the model"""
+
+
+@dataclass(frozen=True)
+class Turn(TurnParts):
     """One turn of the model, and the environment's reply."""
 
     response: str
     """text of the turn, with its stop string, if any"""
     observation: str = ""
     """empty in the turn that just ended"""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Turn:
+        """Build from JSON of `asdict`'s result."""
+        calls = tuple(ToolCall(**call) for call in fields["calls"])
+        return cls(**{**fields, "calls": calls, "problems": tuple(fields["problems"])})
 
 
 @dataclass(frozen=True)
@@ -30,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Episode(Row):
+class Episode(Row, TurnParts):
     """A row so far. A step may depend on nothing else, so that any process can serve any row at any time."""
 
     turns: tuple[Turn, ...]

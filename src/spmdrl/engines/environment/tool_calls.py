@@ -15,6 +15,8 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
+from spmdrl.engines.environment.episode import ToolCall, TurnParts
+from spmdrl.engines.models.conversation import Conversation
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import StopToken
 from spmdrl.nouns.settings.data_config import RowNotRendered
@@ -33,24 +35,18 @@ _AS_PYTHON = {"True": True, "False": False, "None": None}
 _JSON = json.JSONDecoder(strict=False)
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a function by the model."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ModelTurn:
-    """Parts of what a model wrote in a turn."""
-
-    content: str
-    """before the first call"""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()
-    """of calls that can't be read, as messages to the model"""
+def check_tools(renderer: Renderer) -> None:
+    """Raise ValueError unless the model's calls can be read, and the chat template writes tools and their results."""
+    if not renderer.has_template:
+        raise ValueError(
+            "the environment has tools, but the tokenizer has no chat template; set data.chat_template_file"
+        )
+    if "tools" not in renderer.tokenizer.raw.get_chat_template(tools=[{}]):
+        raise ValueError("the environment has tools, but the chat template writes none; set data.chat_template_file")
+    if getattr(renderer.tokenizer.raw, "response_template", None) is None:
+        # Raises ValueError if it can't be derived.
+        _ = TurnReader(renderer).form
+    Conversation(renderer).after_turn(_ASKED, {}, 0, [{"role": "tool", "name": _NAMES[0], "content": _CONTENT}])
 
 
 Types = Mapping[str, Mapping[str, Any]]
@@ -143,14 +139,14 @@ class TurnReader:
     def __init__(self, renderer: Renderer):
         self._renderer, self._tokenizer = renderer, renderer.tokenizer
 
-    def read(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> ModelTurn:
+    def read(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> TurnParts:
         """Read the tokens of a turn; `tools` are schemas of functions, which say the types of arguments in tags."""
         ends = {end.token_id for end in self._ends}
         if getattr(self._tokenizer.raw, "response_template", None) is not None:
             return self._by_response_template(self._tokenizer.decode_all(ids), tools)
         reasoning, text = self._thought(self._tokenizer.decode_all(ids[:-1] if ids and ids[-1] in ends else ids))
         if not tools:
-            return ModelTurn(self._content(text), reasoning)
+            return TurnParts(content=self._content(text), reasoning=reasoning)
         form, calls, problems = self.form, [], []
         place = first = form.find(text, 0)
         while place >= 0:
@@ -162,7 +158,9 @@ class TurnReader:
                 problems.append(f"The tool call {text[place : place + _NUM_SHOWN]!r} can't be read: {error}")
             place = form.find(text, start)
         content = text if first < 0 else text[:first].rstrip().removesuffix(form.outer)
-        return ModelTurn(self._content(content), reasoning, tuple(calls), tuple(problems))
+        return TurnParts(
+            content=self._content(content), reasoning=reasoning, calls=tuple(calls), problems=tuple(problems)
+        )
 
     @cached_property
     def form(self) -> _Form:
@@ -236,15 +234,15 @@ class TurnReader:
     def _content(self, text: str) -> str:
         return _without_head(text.strip(), self._plain.partition(_CONTENT)[0].rstrip()).strip()
 
-    def _by_response_template(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ModelTurn:
+    def _by_response_template(self, text: str, tools: Sequence[Mapping[str, Any]]) -> TurnParts:
         try:
             parts = self._tokenizer.raw.parse_response(text, prefix=self._begun, tools=list(tools))
             functions = [one.get("function", one) for one in parts.get("tool_calls") or []]
             calls = tuple(_call(one.get("name"), one.get("arguments") or {}) for one in functions)
         except (ValueError, RecursionError) as error:
-            return ModelTurn(text, problems=(f"The turn can't be read: {error}",))
+            return TurnParts(content=text, problems=(f"The turn can't be read: {error}",))
         thoughts = (parts.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
-        return ModelTurn(parts.get("content") or "", next(filter(None, thoughts), ""), calls)
+        return TurnParts(content=parts.get("content") or "", reasoning=next(filter(None, thoughts), ""), calls=calls)
 
 
 def _json_form(one: str) -> _Form | None:

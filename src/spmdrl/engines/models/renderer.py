@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,8 +73,12 @@ class TokenizedPrompts:
 class Renderer:
     """Renderer of rows for one tokenizer. A row's columns `tools` and `chat_template_kwargs` go to the template."""
 
-    def __init__(self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None):
-        self.options = options or TemplateOptions()
+    def __init__(
+        self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):  # fmt: skip
+        """`tools` are schemas of functions that every row has, beside those of its column."""
+        self.options, self.own_tools = options or TemplateOptions(), tools
         own = self.options.own_template()
         self.tokenizer = tokenizer if own is None else tokenizer.with_template(own)
 
@@ -115,6 +120,11 @@ class Renderer:
     def prompt_text(self, prompt: str | Messages, columns: Mapping[str, Any]) -> str:
         """Return the text before the answer; if messages end with an assistant's message, it is continued."""
         if not self.uses_template(prompt):
+            if self.own_tools:
+                raise RowNotRendered(
+                    "the environment has tools, which chat templates alone write, but the prompt is plain text; set "
+                    "data.chat_template: always"
+                )
             return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
         messages = self.messages(prompt)
         if messages[-1]["role"] != "assistant":
@@ -161,7 +171,7 @@ class Renderer:
         the turn. Raises ValueError if that is ambiguous, or the first token would be trained on.
         """
         messages = self.messages(messages)
-        if _GENERATION.search(self._template(_tools_of(columns))):
+        if _GENERATION.search(self._template(self.tools_of(columns))):
             how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             rendered = self._apply(messages, columns, **how)
             marked = MarkedTokens(list(rendered["input_ids"]), [mask == 1 for mask in rendered["assistant_masks"]])
@@ -304,6 +314,17 @@ class Renderer:
             messages.insert(0, {"role": "system", "content": system})
         return messages
 
+    def tools_of(self, columns: Mapping[str, Any]) -> list[Any] | None:
+        """Return the functions of a row: the environment's, and those of its column `tools`; None without any."""
+        tools = [*self.own_tools, *_tools_of(columns)]
+        names = Counter(tool.get("function", tool).get("name") for tool in tools)
+        if self.own_tools and (twice := [name for name, count in names.items() if count > 1]):
+            raise RowNotRendered(
+                f"'tools' and the environment both have functions named {', '.join(map(str, twice))}; rename one, or "
+                "drop the column"
+            )
+        return tools or None
+
     def _template(self, tools: list[Any] | None) -> str:
         return self.tokenizer.raw.get_chat_template(tools=tools)
 
@@ -311,7 +332,7 @@ class Renderer:
         return self._apply(messages, columns, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _apply(self, messages: Messages, columns: Mapping[str, Any], **how: Any) -> Any:
-        tools, kwargs = _tools_of(columns), _without_null(columns.get("chat_template_kwargs") or {})
+        tools, kwargs = self.tools_of(columns), _without_null(columns.get("chat_template_kwargs") or {})
         check_kwargs(kwargs, "chat_template_kwargs")
         how |= {**self.options.kwargs, **kwargs, "tools": tools}
         try:
@@ -336,8 +357,8 @@ class Renderer:
         return str(self.options.file or (named if named.is_file() else folder / "tokenizer_config.json"))
 
 
-def _tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
-    """Return the functions that a row's column `tools` lists, as objects or as JSON; None without any."""
+def _tools_of(columns: Mapping[str, Any]) -> list[Any]:
+    """Return the functions that a row's column `tools` lists, as objects or as JSON."""
     given = columns.get("tools")
     try:
         tools = json.loads(given) if isinstance(given, str) and given.strip() else given or None
@@ -348,7 +369,7 @@ def _tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
         raise RowNotRendered(
             f"'tools' is {given!r:.60}, but must be a list of functions, or JSON of one; rename it otherwise"
         )
-    return [_without_null(tool) for tool in tools] or None
+    return [_without_null(tool) for tool in tools]
 
 
 def _without_null(value: Any) -> Any:

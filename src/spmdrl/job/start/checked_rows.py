@@ -12,6 +12,7 @@ from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows
 from spmdrl.dataflow.data.records import BadRows
 from spmdrl.dataflow.data.synthetic import SCHEME
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.environment.environment_runner import EnvironmentFacts
 from spmdrl.engines.environment.episode import Row
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
@@ -35,6 +36,7 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
         train_needs = eval_needs = RowNeeds(pair=True, margin_key=margin_key)
     train_rows = _train_rows(config, train_needs) if verb in TRAINED else []
     columns: Mapping[str, Sequence[str]] = {}
+    facts = None
     if not eval_rows and verb == "generate" and config.data.eval is None:
         raise ValueError(
             "there is nothing to answer: set data.eval to a data file, or write prompt='...' (- is standard input)"
@@ -53,8 +55,8 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
             columns = pool.columns_taken()
             check_columns(columns, [*judged, *eval_rows])
     if config.environment.function is not None and (are_judged or verb == "generate"):
-        check_environment(config, [*train_rows, *eval_rows])
-    return replace(checked, train_rows=train_rows, eval_rows=eval_rows, columns_taken=columns)
+        facts = check_environment(config, [*train_rows, *eval_rows])
+    return replace(checked, train_rows=train_rows, eval_rows=eval_rows, columns_taken=columns, environment=facts)
 
 
 def _train_rows(config: Config, needs: RowNeeds) -> list[SourceRows]:
@@ -104,8 +106,8 @@ def check_columns(taken: Mapping[str, Sequence[str]], sources: Sequence[SourceRo
                 )
 
 
-def check_environment(config: Config, sources: Sequence[SourceRows]) -> None:
-    """Build the environment in a child, open the first row's session on one rank, and end it.
+def check_environment(config: Config, sources: Sequence[SourceRows]) -> EnvironmentFacts:
+    """Build the environment in a child, open the first row's session on one rank, and end it; returns its facts.
 
     Raises ValueError if one can't be built or opened, or if no turn would end.
     """
@@ -119,3 +121,4 @@ def check_environment(config: Config, sources: Sequence[SourceRows]) -> None:
         # The ranks of a job would open as many containers as it has.
         if first is not None and read_launch_environment(os.environ).rank == 0:
             pool.try_open(Row(first.prompt, first.columns, config.seed))
+    return pool.facts

@@ -14,6 +14,7 @@ from spmdrl.dataflow.samples.schema import COPIES, SCORE_COLUMNS, needs_by_state
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
 from spmdrl.dataflow.stages.schedule import Slot, schedule
 from spmdrl.dataflow.stages.update import Agreement, update_columns
+from spmdrl.engines.environment.environment_runner import EnvironmentFacts
 from spmdrl.nouns.batch import CreditSettings, WorkerState
 from spmdrl.nouns.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 from spmdrl.nouns.settings.training_config import OptimConfig
@@ -45,6 +46,8 @@ class CheckedRun:
     """layouts of models that differ from `layout`"""
     columns_taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by reward function, its parameters for columns of the data"""
+    environment: EnvironmentFacts | None = None
+    """facts about the environment; None if none answers"""
 
     @property
     def phase(self) -> str:

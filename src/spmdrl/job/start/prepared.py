@@ -15,6 +15,7 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
 from spmdrl.dataflow.stages.inference import TeachersPrompts
+from spmdrl.engines.environment.tool_calls import check_tools
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.foreign_folder import try_folder
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, compute_dtype, read_config, resolve_model_folder
@@ -137,7 +138,10 @@ def prepare(
     if JUDGE in sources:
         # Raises ValueError if no token would end a verdict.
         ModelTokenizer(sources[JUDGE].folder)
-    renderer, vocab_size = Renderer(tokenizer, config.data.template), source.decoder.vocab_size
+    tools = (checked.environment and checked.environment.tools) or []
+    renderer, vocab_size = Renderer(tokenizer, config.data.template, tools), source.decoder.vocab_size
+    if tools:
+        check_tools(renderer)
     learnt = LearntRows(renderer, config.sft.turns if checked.verb == "sft" else "last")
     decoder = source.decoder
     check = learnt.check(vocab_size, decoder.max_positions, decoder.position_rule)

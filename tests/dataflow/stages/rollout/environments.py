@@ -99,3 +99,29 @@ class Replies:
     def step(self, turn: Turn):
         messages = next(self.replies, None)
         return End(reward=1.0) if messages is None else Reply(messages)
+
+
+class Adder:
+    """Adds numbers by the model's calls of its one function, and keeps a list of what it was asked."""
+
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}
+    ]  # fmt: skip
+
+    def open(self, row: Row):
+        return Sums()
+
+
+class Sums:
+    last: "Turn | None" = None
+    stepped = 0
+
+    def step(self, turn: Turn):
+        Sums.last, Sums.stepped = turn, Sums.stepped + 1
+        if turn.problems:
+            return Reply([{"role": "user", "content": problem} for problem in turn.problems])
+        results = [
+            {"role": "tool", "name": call.name, "content": str(sum(call.arguments.values()))} for call in turn.calls
+        ]
+        return Reply(results) if results else End(reward=float(turn.content))

@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.rollout.requests import run_requests
 from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
-from spmdrl.engines.environment.episode import Observation
+from spmdrl.engines.environment.episode import Observation, TurnParts
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.native.native_engine import Lockstep, NativeEngine
 from spmdrl.engines.generation.protocol import Response
@@ -62,8 +62,8 @@ def turns_of(pool: EnvironmentPool, return_after: int = 2, vocab_size: int = TIN
     mesh = lone_generation_mesh()
     lockstep = Lockstep(mesh.expert, chosen_device())
     return RolloutTurns(
-        pool, mesh, lockstep=lockstep, decode=decode, decode_all=decode, encode=encode, vocab_size=vocab_size,
-        return_after=return_after,
+        pool, mesh, lockstep=lockstep, decode=decode, decode_all=decode, read=lambda *_: TurnParts(), encode=encode,
+        vocab_size=vocab_size, return_after=return_after,
     )  # fmt: skip
 
 

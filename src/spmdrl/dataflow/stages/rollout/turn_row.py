@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rows import turn_texts
-from spmdrl.engines.environment.episode import Episode, Turn
+from spmdrl.engines.environment.episode import Episode, Turn, TurnParts
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
 from spmdrl.runtime.workers.verdict import Outcome
+
+ReadTurn = Callable[[Prompt, Sequence[int]], TurnParts]
+"""Parts of a turn's tokens."""
 
 
 @dataclass(eq=False)
@@ -26,6 +29,8 @@ class TurnRow:
     start: int = 0
     """number of tokens before the present turn"""
     outcome: Outcome | None = None
+    parts: list[TurnParts] = field(default_factory=list)
+    """parts of the turns so far"""
 
     @classmethod
     def of_member(cls, request: Request, member: int, prompt: Prompt, decode: Decode) -> TurnRow:
@@ -95,14 +100,19 @@ class TurnRow:
         )
         self.begin_turn()
 
-    def episode(self, decode: Decode) -> Episode:
+    def episode(self, decode: Decode, read: ReadTurn) -> Episode:
         """Return the row as the environment sees it at the end of the present turn."""
         given = self.so_far
         assert given.turns is not None
-        *before, (text, _) = turn_texts(given.token_ids, given.turns, decode)
-        turns = tuple(Turn(*texts) for texts in before)
+        texts = turn_texts(given.token_ids, given.turns, decode)
+        for turn in range(len(self.parts) + 1, len(texts) + 1):
+            ids = [token for token, of_turn in zip(given.token_ids, given.turns, strict=True) if of_turn == turn]
+            self.parts.append(read(self.prompt, ids))
+        *before, last = [Turn(*words, **vars(parts)) for words, parts in zip(texts, self.parts, strict=True)]
         seed = self.request.seeds[self.member]
-        return Episode(self.prompt.original, dict(self.prompt.columns), seed, turns, text)
+        return Episode(
+            self.prompt.original, dict(self.prompt.columns), seed, tuple(before), last.response, **vars(self.parts[-1])
+        )
 
     def response(self, finish: Finish) -> Response:
         given = self.so_far

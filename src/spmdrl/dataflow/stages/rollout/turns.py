@@ -21,11 +21,12 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_request
-from spmdrl.dataflow.stages.rollout.turn_row import TurnRow
+from spmdrl.dataflow.stages.rollout.turn_row import ReadTurn, TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
-from spmdrl.engines.environment.episode import Observation, Reply
+from spmdrl.engines.environment.episode import Observation, Reply, TurnParts
 from spmdrl.engines.environment.journal import Journal
+from spmdrl.engines.environment.tool_calls import TurnReader
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
 from spmdrl.engines.models.conversation import Conversation
@@ -50,7 +51,7 @@ class RolloutTurns:
 
     def __init__(
         self, pool: EnvironmentPool | None, mesh: GenerationMesh, *, lockstep: Lockstep, decode: Decode,
-        decode_all: Decode, encode: EncodeRead, vocab_size: int, return_after: int,
+        decode_all: Decode, read: ReadTurn, encode: EncodeRead, vocab_size: int, return_after: int,
     ):  # fmt: skip
         """`lockstep` connects the replicas that step together; `return_after` counts engine steps.
 
@@ -63,6 +64,7 @@ class RolloutTurns:
         self._lockstep = lockstep
         self._decode = decode
         self._decode_all = decode_all
+        self._read = read
         self._encode = encode
         self._vocab_size = vocab_size
         self._return_after = return_after
@@ -119,7 +121,7 @@ class RolloutTurns:
         if response.finish != "stop":
             return [row.response(response.finish)]
         if self._pool is not None:
-            self._pool.submit(row.row, row.episode(self._decode), Subject(row.prompt.id, row.prompt.text))
+            self._pool.submit(row.row, row.episode(self._decode, self._read), Subject(row.prompt.id, row.prompt.text))
         return []
 
     def _bring_back(
@@ -208,7 +210,7 @@ def build_turns(
     if config.function is None:
         return None
     pool = stack.enter_context(EnvironmentPool(config, strikes=strikes, journal=journal)) if mesh.is_leader else None
-    tokenizer, conversation = renderer.tokenizer, Conversation(renderer)
+    tokenizer, conversation, reader = renderer.tokenizer, Conversation(renderer), TurnReader(renderer)
 
     def encode(row: TurnRow, read: Observation | Reply) -> list[int]:
         if isinstance(read, Observation):
@@ -216,8 +218,12 @@ def build_turns(
         prompt = row.prompt
         return conversation.after_turn(prompt.original, prompt.columns, row.so_far.token_ids[-1], read.messages)
 
+    def read(prompt: Prompt, ids: Sequence[int]) -> TurnParts:
+        has_tools = pool is not None and pool.facts.tools is not None
+        return reader.read(ids, renderer.tools_of(prompt.columns) or ()) if has_tools else TurnParts()
+
     return RolloutTurns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
-        decode=tokenizer.decode, decode_all=tokenizer.decode_all, encode=encode,
+        decode=tokenizer.decode, decode_all=tokenizer.decode_all, read=read, encode=encode,
         vocab_size=vocab_size, return_after=config.return_after_steps,
     )  # fmt: skip
