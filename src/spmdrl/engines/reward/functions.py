@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import bdb
 import inspect
 import math
@@ -185,6 +184,8 @@ def _finished(outcomes: list[Any]) -> list[Any]:
     """Return the outcomes, awaiting async functions together."""
     if not any(inspect.isawaitable(outcome) for outcome in outcomes):
         return outcomes
+    # A sixth of the time in which a worker starts.
+    import asyncio
 
     async def wait(outcome: Awaitable[Any]) -> Any:
         return await outcome if inspect.isawaitable(outcome) else outcome
