@@ -14,6 +14,7 @@ import pytest
 from tests.support.jobs import environment, finished, job_command, run_job, summary_of, tiny_config
 
 from spmdrl.engines.training.checkpoints.manifest import Manifest, describe_file, read_manifest
+from spmdrl.job.run import run_folder
 from spmdrl.runtime.supervision.holder import held
 
 SLOW_REWARD = """
@@ -51,6 +52,11 @@ def refused(job: subprocess.CompletedProcess[str]) -> str:
     assert "Traceback" not in job.stderr
     assert job.stderr.count("spmdrl: ") == 1, job.stderr
     return job.stderr
+
+
+def wait_less() -> None:
+    """Take a holder that is still there at the second look for one that stays."""
+    run_folder.WAIT_SECONDS = 0.2
 
 
 REFUSED = [
@@ -124,7 +130,8 @@ def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
 def test_a_job_in_a_folder_that_another_process_holds_is_refused_on_all_its_ranks(tmp_path):
     folder = tmp_path / "run"
     with held(folder):
-        error = refused(run_job("train", tiny_config(tmp_path), f"run.dir={folder}", ranks=2))
+        job = run_job("train", tiny_config(tmp_path), f"run.dir={folder}", ranks=2, prepare=wait_less)
+        error = refused(job)
     assert f"in use by process {os.getpid()} on " in error and "set run.dir to another" in error
 
 
@@ -179,7 +186,7 @@ def test_two_jobs_that_write_the_same_answers_take_turns(run_copy, verb):
     settings = [f"run.dir={folder}", held_out]
     with held(folder, f"{verb}.lock"):
         before = digests(folder)
-        assert "is in use by process" in refused(run_job(verb, config, *settings))
+        assert "is in use by process" in refused(run_job(verb, config, *settings, prepare=wait_less))
         assert digests(folder) == before
     # Training in the same folder is no hindrance, as it writes other files.
     with held(folder):
