@@ -26,20 +26,31 @@ def files_of(run: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
+SETTINGS = ["checkpoint.interval=1", "checkpoint.keep_last=9", "checkpoint.best=reward"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps whose training waits for each checkpoint."""
+    folder = tmp_path_factory.mktemp("whole")
+    settings = [f"run.dir={folder / 'run'}", "checkpoint.asynchronous=false", *SETTINGS]
+    job = finished(run_job("train", tiny_config(folder), *settings, ranks=2))
+    assert job.stdout.count("checkpoint of step") == 3
+    return folder / "run"
+
+
 @pytest.mark.ranks
-def test_every_file_is_the_same_and_so_is_the_run(tmp_path):
-    config, runs = tiny_config(tmp_path), {}
-    settings = ["train.max_steps=4", "checkpoint.interval=1", "checkpoint.keep_last=9", "checkpoint.best=reward"]
-    for is_on in ("true", "false"):
-        runs[is_on] = tmp_path / is_on
-        job = run_job("train", config, f"run.dir={runs[is_on]}", f"checkpoint.asynchronous={is_on}", *settings, ranks=2)
-        assert finished(job).stdout.count("checkpoint of step") == 4
-    assert files_of(runs["true"]) == files_of(runs["false"]) != {}
-    assert untimed(metrics_of(runs["true"])) == untimed(metrics_of(runs["false"]))
-    assert (runs["true"] / "checkpoints/best").readlink() == (runs["false"] / "checkpoints/best").readlink()
-    for run in runs.values():
+def test_every_file_is_the_same_and_so_is_the_run(whole, tmp_path):
+    written = tmp_path / "run"
+    settings = [f"run.dir={written}", "checkpoint.asynchronous=true", *SETTINGS]
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    assert job.stdout.count("checkpoint of step") == 3
+    assert files_of(written) == files_of(whole) != {}
+    assert untimed(metrics_of(written)) == untimed(metrics_of(whole))
+    assert (written / "checkpoints/best").readlink() == (whole / "checkpoints/best").readlink()
+    for run in (written, whole):
         saves = [json.loads(line) for line in (run / "checkpoints.jsonl").read_text().splitlines()]
-        assert [save["step"] for save in saves] == [1, 2, 3, 4]
+        assert [save["step"] for save in saves] == [1, 2, 3]
         assert all(save["write_seconds"] >= save["seconds"] > 0 and save["bytes"] for save in saves)
         assert not list((run / "checkpoints").glob(".*"))
 
@@ -101,13 +112,6 @@ def test_a_run_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_path,
     assert [path.name for path in root.iterdir()] == ["step_000002"] and damage(root / "step_000002") is None
     monkeypatch.delenv("SPMDRL_FAULT")
     assert "after step 2" in finished(run_job("train", tiny_config(tmp_path), *settings)).stdout
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    finished(run_job("train", tiny_config(folder), f"run.dir={folder / 'run'}", "checkpoint.interval=1", ranks=2))
-    return folder / "run"
 
 
 @pytest.mark.ranks
