@@ -21,21 +21,28 @@ def train(tmp_path: Path, name: str, *settings: str, ranks: int) -> subprocess.C
     return run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / name}", *SMALL, *settings, ranks=ranks)
 
 
-def check_same(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run of two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    finished(train(folder, "run", ranks=2))
+    return folder / "run"
+
+
+def check_same(whole: Path, disturbed: Path) -> None:
     """The disturbed run's figures are the other one's but for rounding."""
-    for there, here in zip(metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "out"), strict=True):
+    for there, here in zip(metrics_of(whole), metrics_of(disturbed), strict=True):
         assert {name: here[name] for name in ALIKE} == pytest.approx({name: there[name] for name in ALIKE}, abs=2e-5)
 
 
 @pytest.mark.ranks
-def test_a_rank_that_runs_out_in_a_forward_pass_stays_in_step_and_all_do_it_again(tmp_path, monkeypatch):
-    finished(train(tmp_path, "whole", ranks=2))
+def test_a_rank_that_runs_out_in_a_forward_pass_stays_in_step_and_all_do_it_again(whole, tmp_path, monkeypatch):
     for number, (stage, layout) in enumerate([("forward", "shard"), ("score", "shard"), ("forward", "data")]):
         monkeypatch.setenv(VARIABLE, f"{stage}:1:2:oom:1")
         job = finished(train(tmp_path, "out", f"resources.update={{{layout}: 2}}", "resume=never", ranks=2))
         assert "micro-batch" not in job.stderr and job.stdout.count("the pass is done again") == 1, number
         assert "train.max_tokens_per_microbatch 64 (halved 1 of at most 3 times)" in job.stdout
-        check_same(tmp_path)
+        check_same(whole, tmp_path / "out")
     assert json.loads((tmp_path / "out" / LIMIT_FILE).read_text()) == {"tokens": 128, "halvings": 1}
 
 
@@ -43,9 +50,8 @@ def test_a_rank_that_runs_out_in_a_forward_pass_stays_in_step_and_all_do_it_agai
 @pytest.mark.parametrize(
     ("stage", "layout"), [("backward", "shard"), pytest.param("forward", "tensor", marks=pytest.mark.slow)]
 )
-def test_where_ranks_cannot_stay_in_step_the_next_attempt_begins_with_half(tmp_path, monkeypatch, stage, layout):
+def test_where_ranks_cannot_stay_in_step_the_next_attempt_begins_with_half(whole, tmp_path, monkeypatch, stage, layout):
     layout = f"resources.update={{{layout}: 2}}"
-    finished(train(tmp_path, "whole", layout, ranks=2))
     monkeypatch.setenv(VARIABLE, f"{stage}:1:2:oom:1")
     job = train(tmp_path, "out", layout, ranks=2)
     assert job.returncode == 1 and "Traceback" not in job.stderr
@@ -54,14 +60,14 @@ def test_where_ranks_cannot_stay_in_step_the_next_attempt_begins_with_half(tmp_p
     monkeypatch.delenv(VARIABLE)
     again = finished(train(tmp_path, "out", layout, ranks=2))
     assert "train.max_tokens_per_microbatch is 64: 128 were more" in again.stdout
-    check_same(tmp_path)
+    check_same(whole, tmp_path / "out")
 
 
 def test_one_rank_alone_does_backward_again_too(tmp_path, monkeypatch):
     finished(train(tmp_path, "whole", ranks=1))
     monkeypatch.setenv(VARIABLE, "backward:0:2:oom:1")
     assert finished(train(tmp_path, "out", ranks=1)).stdout.count("the pass is done again") == 1
-    check_same(tmp_path)
+    check_same(tmp_path / "whole", tmp_path / "out")
 
 
 def test_a_limit_is_halved_three_times():
