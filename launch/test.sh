@@ -8,8 +8,9 @@ source launch/environment.sh
 
 prepare_environment dev
 cores=$(getconf _NPROCESSORS_ONLN)
-# Tests start up to four ranks, which wait for each other half of the time.
-workers=$((cores > 8 ? cores / 4 : cores > 1 ? 2 : 1))
+# Tests start up to four ranks, which wait for each other half of the time, so that two workers leave two cores idle for
+# a quarter of it.
+workers=$((cores > 12 ? cores / 4 : cores > 1 ? 3 : 1))
 share_cores $((4 * workers))
 
 failed=""
