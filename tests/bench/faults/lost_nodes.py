@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from spmdrl.runtime.workers.descent import ProcessTree
 from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.planned_faults import MODULE, VARIABLE
+from tests.bench.harness.bench_ranks import launch_variables
 from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 from tests.support.jobs import torchrun_script
 
@@ -80,7 +82,9 @@ def lost_nodes(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tal
     number, count = part
     jobs = FaultJobs(root, num_nodes, *_SETTINGS)
     with emulated_nodes(num_nodes, _LINK_BYTES_PER_SECOND) as nodes:
-        _run_to_end(nodes, jobs, "whole")
+        # Without launchers of its own, which would take most of the time.
+        if not jobs.start("whole", prepare=partial(_enter, nodes)).end().is_done:
+            raise RuntimeError(f"the undisturbed run failed: {root / 'whole.screen'}")
         whole = outcome_of(root / "whole")
         for lost, stage in cuts[number::count]:
             name = f"cut_{lost}_{stage}"
@@ -91,6 +95,15 @@ def lost_nodes(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tal
                 problem = difference(whole, outcome_of(root / name))
                 problems += [problem] if problem else ([] if is_resumed else ["it began anew"])
     return [stopped, named, finished]
+
+
+def _enter(nodes: Sequence[Node]) -> None:
+    """Be the rank of the job without launchers that belongs on one of the nodes."""
+    variables = launch_variables(int(os.environ["RANK"]), len(nodes), nodes)
+    os.environ.update(variables)
+    # The first rank has the store.
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    nodes[int(variables["GROUP_RANK"])].enter()
 
 
 def _cut_off(
