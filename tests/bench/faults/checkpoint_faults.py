@@ -125,8 +125,10 @@ def _die_in(action: Callable[[], None], point: str, number: int) -> bool:
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         arm_fault({VARIABLE: f"{point}:0:0:sigkill:{number}"})
-        action()
-        os._exit(0)
+        try:
+            action()
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status)
 

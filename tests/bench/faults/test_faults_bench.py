@@ -21,22 +21,33 @@ from tests.bench.faults.watched.hung_jobs import Hang, Seen, all_hangs
 from tests.bench.faults.watched.stopped_jobs import Stop, _out_of_time, random_stops
 from tests.support.jobs import environment
 
+# Slow-downs are left out where there is little time.
+PROMISES = (
+    "R1", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R11", "R12", "R13", "tools", "nodes", "switch", "kills",
+)  # fmt: skip
+
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_few_faults_of_each_kind_are_survived(tmp_path):
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_few_faults_of_each_kind_are_survived(promise, tmp_path):
     out = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "tests.bench", "faults", "--short", "--json", str(out)]
-    job = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=1200)
-    assert job.returncode == 0, job.stdout + job.stderr
+    assert main(["faults", "--short", "--only", promise, "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert {row["id"] for row in rows} == {
-        "R1", "R14", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R11", "R12", "R13", "tools", "nodes", "switch",
-    }  # fmt: skip
+    # What is left of a kill is counted beside it.
+    assert {row["id"] for row in rows} == {"R1": {"R1", "R14"}, "kills": {"R1", "R14"}}.get(promise, {promise})
     # Namespaces are not everywhere; the row says what is missing.
     tried = [row for row in rows if not row["fault"].startswith("not tried: ")]
-    assert {row["id"] for row in rows if row not in tried} <= {"nodes"}
+    assert tried == rows or promise == "nodes"
     assert all(row["survived"] == row["injected"] > 0 for row in tried), rows
+
+
+def test_every_promise_is_tried(capsys):
+    assert main(["faults", "--only", "R1,R99"]) == 2
+    assert (
+        f"--only names 'R99', but there are {', '.join([*PROMISES[:12], 'R15', *PROMISES[12:]])}"
+        in capsys.readouterr().err
+    )
 
 
 TWO_RANKS = """
@@ -143,7 +154,6 @@ def test_weights_that_nothing_changed_are_found_sound():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--only R1,R99", "--only names 'R99', but there are R1, "),
         ("--part 3/2", "--part is '3/2', but must be K/N"),
         ("--kills 0", "--kills is 0, but must be at least 1"),
     ],
