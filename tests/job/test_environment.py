@@ -132,6 +132,37 @@ def test_recorded_and_kept_rows_need_no_second_call(tmp_path):
     assert calls_of(tmp_path) < 1.5 * num_calls, "step 3's were kept"
 
 
+PAYING = """
+from spmdrl.engines.environment.episode import End, Observation
+
+class Paying:
+    def step(self, episode):
+        if len(episode.turns) == 3:
+            return End(reward=-1.0)
+        return Observation("12", reward=0.25 * (episode.seed % 2))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_critic_learns_what_turns_earned_also_from_recorded_rows(tmp_path):
+    config, found = tiny_config(tmp_path), []
+    (tmp_path / "paying.py").write_text(PAYING)
+    for name, rows in (("one", "to"), ("two", "from")):
+        settings = [
+            f"run.dir={tmp_path / name}", f"environment.function={tmp_path / 'paying.py'}:Paying", *LONG,
+            "algo={name: ppo, kl_coef: 0.0}", "critic={lam: 0.9}", f"debug.rollouts_{rows}={tmp_path / 'rows'}",
+            "log.samples_per_step=32", "checkpoint.interval=4",
+        ]  # fmt: skip
+        finished(run_job("train", config, *settings))
+        found.append((samples_of(tmp_path / name), weights_digest(tmp_path / name, 4)))
+    assert found[0] == found[1]
+    judged = [sample for sample in found[0][0] if not sample["parts"]]
+    assert {sample["reward"] for sample in judged} == {-1.0, -0.25} and all(len(one["turns"]) == 4 for one in judged)
+    cut = [sample["reward"] - sample["parts"]["share_of_digits"] for sample in found[0][0] if sample["parts"]]
+    assert 0.5 in cut and set(cut) <= {0.0, 0.25, 0.5, 0.75}, "a function's reward is added to the turns'"
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_answers_and_evaluations_take_turns(tmp_path):

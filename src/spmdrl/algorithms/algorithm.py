@@ -15,6 +15,7 @@ from torch import Tensor
 from spmdrl.algorithms.settings.algo_config import (
     AlgoConfig,
 )
+from spmdrl.algorithms.terms.advantages import row_sums
 from spmdrl.algorithms.terms.correction import CorrectionRule, correction_rule
 from spmdrl.algorithms.terms.kl import kl_estimate, kl_loss
 from spmdrl.algorithms.terms.losses import BOUNDED, is_beyond_bound, sequence_mean, token_weights, weighted
@@ -123,9 +124,15 @@ class Algorithm(ABC):
         """
 
     def token_rewards(self, inputs: CreditInputs) -> Tensor:
-        """Return the reward of each response token [R]; a row's comes with its last token. A critic learns its sums."""
+        """Return the reward of each response token [R], whose sums a critic learns.
+
+        An environment's reward of a turn comes with the turn's last token, the rest of a row's with the row's.
+        """
         rewards_R = inputs.rewards_B.new_zeros(int(inputs.lengths_B.sum()))
-        rewards_R[inputs.lengths_B.cumsum(0) - 1] = inputs.rewards_B
+        if "turn_rewards" in inputs.columns:
+            rewards_R += inputs.columns.values("turn_rewards")
+        earned_B = row_sums(rewards_R.double(), inputs.lengths_B)
+        rewards_R[inputs.lengths_B.cumsum(0) - 1] += (inputs.rewards_B - earned_B).to(rewards_R)
         return rewards_R
 
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:

@@ -14,6 +14,8 @@ from tests.engines.training.tiny import CONFIG, OPTIM
 from tests.support.ranks import run_ranks
 
 from spmdrl.algorithms.policy.grpo import Grpo
+from spmdrl.algorithms.policy.ppo import Ppo
+from spmdrl.algorithms.settings.actor_critic_configs import PpoConfig
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.dataflow.stages.critic_states import (
     CriticUpdateStage,
@@ -199,6 +201,46 @@ def test_what_an_environment_wrote_has_no_return_and_discounts_none():
     first, unrated, third = samples.columns.to_lists("returns")
     assert (first, third) == ([4.0, 0.0, 0.0, 8.0], [1.0, 2.0, 4.0])
     assert np.isnan(unrated).all(), "not missing, as advantages may wait for them"
+
+
+@given(st.integers(0, 99), st.floats(0, 1), st.floats(0, 1))
+def test_advantages_of_rewarded_turns_are_those_of_numpy(seed, gamma, lam):
+    """Generalized advantages over the model's tokens alone, each turn's reward with the last one."""
+    rng = np.random.default_rng(seed)
+    batch, expected, turns, rewards, totals, values = Batch.of_rows(range(3)), [], [], [], [], []
+    for _ in range(3):
+        own = rng.integers(1, 4, size=rng.integers(1, 4))
+        earned = rng.normal(size=len(own)).astype(np.float32)
+        token_rewards = np.zeros(own.sum())
+        token_rewards[own.cumsum() - 1] = earned
+        last = rng.normal()  # by the row's end, or by reward functions
+        totals.append(earned.astype(np.float64).sum() + last)
+        token_rewards[-1] += last
+        value = rng.normal(size=own.sum() + 1).astype(np.float32)
+        value[-1] = 0
+        advantage, following = np.zeros(own.sum()), 0.0
+        for place in reversed(range(own.sum())):
+            delta = token_rewards[place] + gamma * np.float64(value[place + 1]) - value[place]
+            following = advantage[place] = delta + gamma * lam * following
+        read = rng.integers(0, 3, size=len(own))
+        expected.append(advantage)
+        turns.append([of for turn, n in enumerate(own, 1) for of in [turn] * n + [0] * read[turn - 1]])
+        rewards.append(
+            [x for r, n, m in zip(earned, own, read, strict=True) for x in [0.0] * (n - 1) + [r] + [0.0] * m]
+        )
+        places = iter(value)
+        values.append([next(places) if turn else 9.0 for turn in turns[-1]])
+    batch.put_lists("response_ids", [[1] * len(row) for row in turns], torch.int32)
+    batch.put_lists("turns", turns, torch.int16)
+    batch.put_lists("turn_rewards", rewards, torch.float32)
+    batch.put_lists("values", values, torch.float32)
+    batch.put_dense("reward", torch.tensor(totals))
+    samples = Rewarded(batch)
+    ReturnsStage(CriticConfig(gamma=gamma, lam=lam), SETTINGS)(samples, Ppo(PpoConfig(kl_coef=0.0)))
+    for row, returns in enumerate(samples.columns.to_lists("returns")):
+        pairs = zip(returns, values[row], turns[row], strict=True)
+        found = [one - value for one, value, turn in pairs if turn]
+        np.testing.assert_allclose(found, expected[row], rtol=1e-5, atol=1e-5)
 
 
 def values_of_cut_rows(world: World, layout: UpdateLayout) -> None:

@@ -16,7 +16,7 @@ from spmdrl.engines.generation.protocol import Request, Response
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.nouns.settings.reward_config import RewardConfig
 from spmdrl.nouns.settings.rollout_config import SamplingParams
-from spmdrl.runtime.workers.verdict import Verdict
+from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
 GROUP_SIZE = 4
 NOTED = ("tests.dataflow.stages.noted:checksum",)
@@ -124,6 +124,30 @@ def test_members_keep_their_rewards_parts_and_verdicts_in_whatever_order_they_en
     assert result.parts == {"first": [1.0, 0.0, None, 4.0], "size": [None, 1.0, 4.0, 3.0]}
     assert result.verdicts == [Verdict.MALFORMED, Verdict.SCORED, Verdict.SCORED, Verdict.SCORED]
     assert "isn't finite" in result.error
+
+
+def test_a_rows_reward_is_what_its_turns_earned_and_what_its_end_or_the_functions_gave(tmp_path):
+    (tmp_path / "size.py").write_text(
+        "def size(completions, **columns):\n"
+        "    return [None if text == 'none' else float(len(text.strip('-'))) for text in completions]\n"
+    )
+    earned = (0.5, 0.0, -0.25)
+
+    def taking_turns(text: str, outcome: Outcome | None = None) -> Response:
+        return Response(0, tuple(text.encode()), (), "stop", (), turns=(1,) * len(text), turn_rewards=earned,
+                        outcome=outcome)  # fmt: skip
+
+    given = ["abc", "none", "---", "end", "zero", "lost"]
+    outcomes = [Outcome(2.0, Verdict.SCORED), Outcome(0.0, Verdict.WRONG), Outcome(None, Verdict.CRASHED, "lost")]
+    members = dict(enumerate(map(taking_turns, given, [None, None, None, *outcomes])))
+    with RewardPool(RewardConfig((f"{tmp_path / 'size.py'}:size",), isolation="inline")) as pool:
+        rewards = StreamedRewards(pool, spelled)
+        rewards.begin([EndedResponses(1, PROMPTS[0], len(members), members)])
+        (result,) = rewards.collect([1])
+    assert result.rewards == [3.25, None, 0.25, 2.25, 0.25, None]
+    assert result.parts["size"] == [3.0, None, 0.0, None, None, None], "the functions' own means don't change"
+    scored, left_out, crashed = Verdict.SCORED, Verdict.LEFT_OUT, Verdict.CRASHED
+    assert result.verdicts == [scored, left_out, scored, scored, scored, crashed]
 
 
 def test_a_repeated_response_is_scored_once_and_groups_wait_until_they_are_collected():

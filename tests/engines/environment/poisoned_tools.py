@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import numpy
+
 from spmdrl.engines.environment.episode import End, Observation
 
 
@@ -65,6 +67,9 @@ POISONS = {
     "class": lambda: Observation,
     "no length": lambda: Observation(Text("x")),
     "NaN": lambda: End(reward=float("nan")),
+    "infinite turn": lambda: Observation("x", reward=float("inf")),
+    "text for a turn": lambda: Observation("x", reward="1"),
+    "a turn by numpy": lambda: Observation("x", reward=numpy.float32(0.5)),
     "huge reward": lambda: End(reward=10**400),
     "text reward": lambda: End(reward="1"),
     "prints": lambda: print("x" * 100_000) or Observation("printed"),

@@ -41,7 +41,8 @@ VERDICTS = {
     "half a pair": Verdict.MALFORMED, "bytes": Verdict.MALFORMED, "text": Verdict.MALFORMED,
     "nothing": Verdict.MALFORMED, "class": Verdict.MALFORMED, "no length": Verdict.CRASHED, "NaN": Verdict.MALFORMED,
     "huge reward": Verdict.MALFORMED, "text reward": Verdict.MALFORMED, "prints": None, "orphan": None,
-    "input": Verdict.CRASHED, "interrupt": Verdict.CRASHED,
+    "input": Verdict.CRASHED, "interrupt": Verdict.CRASHED, "infinite turn": Verdict.MALFORMED,
+    "text for a turn": Verdict.MALFORMED, "a turn by numpy": None,
 }  # fmt: skip
 
 

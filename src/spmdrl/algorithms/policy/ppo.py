@@ -1,6 +1,6 @@
 """PPO: generalized advantages from a critic's values, and the clipped loss (arXiv:1707.06347, Eq. 7 and 11).
 
-    r_t = R with the last token, less kl_coef KL of each
+    r_t = R with the last token, an environment's rewards of turns with theirs, less kl_coef KL of each
     G_t = r_t + gamma ((1 - lam) V_t+1 + lam G_t+1), which the critic learns
     A_t = G_t - V_t, normalised over the batch's tokens
     L   = -min(r A, clip(r, 1 - low, 1 + high) A), with the ratio r = p / p_old

@@ -84,6 +84,10 @@ RULES: tuple[ColumnRule, ...] = (
     _per_response_token("returns", torch.float32, WorkerState.RETURNS, "reward response_ids"),
     # Turn in which the model wrote a token, from 1; 0 for the environment's tokens; only with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
+    # The environment's reward of a turn at its last token, 0 at others; only with an environment.
+    replace(
+        _per_response_token("turn_rewards", torch.float32, WorkerState.GENERATION, "prompt_ids"), is_always_made=False
+    ),
     _per_response_token("teacher_logprobs", torch.float32, WorkerState.TEACHER, _TOKENS),
     # The teacher's likeliest tokens in each response token's place, in order.
     replace(_rule("teacher_top_ids", torch.int32, WorkerState.TEACHER_TOP, _TOKENS, ragged=True), is_always_made=False),

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import COPIES
-from spmdrl.dataflow.stages.rows import ModelTokens, copies_of, credit_inputs, mini_batch_of_rows, token_rows
+from spmdrl.dataflow.stages.rows import (
+    TURN_REWARDS,
+    ModelTokens,
+    copies_of,
+    credit_inputs,
+    mini_batch_of_rows,
+    token_rows,
+)
 from spmdrl.dataflow.stages.update import UpdatePlan
 from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
@@ -41,7 +48,8 @@ class ReturnsStage:
 
     def __call__(self, samples: Samples, rewarding: Rewarding) -> None:
         batch = samples.take(self.state)
-        names = sorted({*rewarding.columns_for_returns(), *self.config.columns_for_returns})
+        turn_rewards = {TURN_REWARDS}.intersection(batch.names)
+        names = sorted({*rewarding.columns_for_returns(), *self.config.columns_for_returns, *turn_rewards})
         inputs = credit_inputs(batch, names, samples.group_size, self.settings)
         values_R = inputs.columns.values("values") if "values" in names else None
         ends_B = inputs.columns.dense(END_VALUE) if self.config.bootstraps else None

@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses
 from spmdrl.dataflow.stages.rows import turn_texts
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_part
+from spmdrl.engines.reward.calls import RewardCall, RewardResult, joined, with_earned, with_part
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.nouns.batch import Batch
 from spmdrl.nouns.roles import WorkerState
@@ -167,6 +167,8 @@ class _GroupRewards:
     """members that each call scores"""
     judged: dict[int, RewardResult] = field(default_factory=dict)
     """results of members that the environment judged itself"""
+    earned: dict[int, float] = field(default_factory=dict)
+    """sums of the rewards of members' turns"""
 
 
 class StreamedRewards:
@@ -191,6 +193,7 @@ class StreamedRewards:
         begun = self._groups.setdefault(ended.group, _GroupRewards())
         known = {member for members in begun.calls for member in members}
         for member, response in ended.by_member.items():
+            begun.earned[member] = math.fsum(response.turn_rewards)
             if response.outcome is not None:
                 begun.judged[member] = self._judged(ended.group, response.outcome)
             elif member not in known:
@@ -211,12 +214,15 @@ class StreamedRewards:
         begun = {group: self._groups.pop(group) for group in groups}
         results = dict(zip(keys, self._pool.collect(keys), strict=True))
         return [
-            joined(
-                group,
-                [
-                    *((members, results[group, members[0]]) for members in one.calls),
-                    *(((member,), result) for member, result in one.judged.items()),
-                ],
+            with_earned(
+                joined(
+                    group,
+                    [
+                        *((members, results[group, members[0]]) for members in one.calls),
+                        *(((member,), result) for member, result in one.judged.items()),
+                    ],
+                ),
+                [one.earned[member] for member in range(len(one.earned))],
             )
             for group, one in begun.items()
         ]

@@ -27,6 +27,8 @@ from spmdrl.resources.device import to_device
 ROUTED_EXPERTS = "routed_experts"
 TURNS = "turns"
 """Column of rows with an environment: the turn of each of the model's tokens, from 1, else 0."""
+TURN_REWARDS = "turn_rewards"
+"""Column of such rows: the environment's reward of a turn at its last token, else 0."""
 
 TOP_IDS = "teacher_top_ids"
 _SEVERAL_PER_TOKEN = (TOP_IDS, "teacher_top_logprobs")

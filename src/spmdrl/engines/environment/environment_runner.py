@@ -196,7 +196,7 @@ def result_of(step: Callable[[], object]) -> StepResult:
     except (Exception, SystemExit) as error:
         return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}")
     if isinstance(outcome, Observation | Reply) and is_observation(outcome):
-        return StepResult(observation=outcome)
+        return StepResult(observation=replace(outcome, reward=float(outcome.reward)))
     if isinstance(outcome, End):
         if outcome.reward is None:
             return StepResult()
@@ -205,14 +205,14 @@ def result_of(step: Callable[[], object]) -> StepResult:
     # reprlib copies a huge text only if it is alone.
     shown = f"Observation({reprlib.repr(outcome.text)})" if isinstance(outcome, Observation) else reprlib.repr(outcome)
     problem = (
-        f"step gave {shown}, but must give Observation(text, before, after) or Reply(messages) of at most "
-        f"{MAX_CHARACTERS} characters that UTF-8 has, End() or End(reward=a finite number)"
+        f"step gave {shown}, but must give Observation(text, before, after, reward) or Reply(messages, reward) of at "
+        f"most {MAX_CHARACTERS} characters that UTF-8 has, End() or End(reward); rewards are finite numbers"
     )
     return StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {problem}")
 
 
 def is_reward(value: Any) -> bool:
-    """Return True if a value is a number that can be a row's reward."""
+    """Return True if a value is a number that can be a reward."""
     try:
         return isinstance(value, numbers.Real) and abs(float(value)) <= MAX_MAGNITUDE
     except OverflowError:
@@ -221,6 +221,8 @@ def is_reward(value: Any) -> bool:
 
 def is_observation(value: Any) -> bool:
     """Return True if a value is an observation or reply whose texts a tokenizer takes in acceptable time."""
+    if not isinstance(value, Observation | Reply) or not is_reward(value.reward):
+        return False
     if isinstance(value, Reply):
         try:
             written = json.dumps(value.messages, ensure_ascii=False)
@@ -228,8 +230,6 @@ def is_observation(value: Any) -> bool:
             return are_objects and len(written) <= MAX_CHARACTERS and bool(written.encode())
         except (TypeError, ValueError, RecursionError):
             return False
-    if not isinstance(value, Observation):
-        return False
     texts = (value.before, value.text, value.after)
     if not all(isinstance(text, str) for text in texts) or sum(map(len, texts)) > MAX_CHARACTERS:
         return False

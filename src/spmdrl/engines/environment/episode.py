@@ -76,6 +76,8 @@ class Observation:
     recognised; must not hold text by others"""
     after: str = ""
     """text after it, read likewise"""
+    reward: float = 0.0
+    """reward of the turn, a part of the row's"""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Reply:
 
     messages: Sequence[Mapping[str, Any]]
     """the user's, and tools' results with `name`, the function's; special tokens in their texts aren't recognised"""
+    reward: float = 0.0
+    """reward of the turn, a part of the row's"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class End:
     """Answer that finishes the row."""
 
     reward: float | None = None
-    """the row's reward; None leaves it to `reward.functions`"""
+    """the row's reward, to which its turns' are added; None leaves it to `reward.functions`"""
 
 
 class Session(Protocol):

@@ -42,6 +42,8 @@ class PartialResponse:
     """As in `Response`; if None, an engine that records choices computes them with its own weights."""
     turns: tuple[int, ...] | None = None
     """As in `Response`; engines generate single turns, and get none."""
+    turn_rewards: tuple[float, ...] = ()
+    """As in `Response`."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -97,6 +99,8 @@ class Response:
     layer; None if not recorded."""
     turns: tuple[int, ...] | None = None
     """Turn of each token, from 1, or 0 for an environment's; None: all in one turn."""
+    turn_rewards: tuple[float, ...] = ()
+    """With turns, per token: the environment's reward of a turn at its last one, else 0."""
     outcome: Outcome | None = None
     """Outcome from the environment; None leaves it to the reward functions."""
 

@@ -41,6 +41,7 @@ def record_rollouts(path: Path, responses: Sequence[Response], prompts: Mapping[
     }
     if any(response.turns is not None for response in responses):
         columns["turns"] = _packed((response.turns or () for response in responses), torch.int64)
+        columns["turn_rewards"] = _packed((response.turn_rewards for response in responses), torch.float64)
         columns["outcome_reward"], columns["outcome_verdict"] = packed_outcomes(responses)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
@@ -59,15 +60,17 @@ def read_rollouts(path: Path) -> dict[int, tuple[tuple[int, ...], Response]]:
     )
     prompts = _unpacked(columns["prompt_ids"], columns["prompt_offsets"])
     turns: list[tuple[int, ...] | None] = [None] * len(columns["rows"])
+    rewards: list[tuple[float, ...]] = [()] * len(turns)
     outcomes: list[Outcome | None] = [None] * len(turns)
     if "turns" in columns:
         turns = list(_unpacked(columns["turns"], columns["offsets"]))
+        rewards = list(_unpacked(columns["turn_rewards"], columns["offsets"]))
         outcomes = unpacked_outcomes(columns["outcome_reward"], columns["outcome_verdict"])
     recorded = {}
     for index, (row, finish) in enumerate(zip(columns["rows"].tolist(), columns["finish"].tolist(), strict=True)):
         response = Response(
             row, token_ids[index], logprobs[index], _FINISHES[finish], versions[index], turns=turns[index],
-            outcome=outcomes[index],
+            turn_rewards=rewards[index], outcome=outcomes[index],
         )  # fmt: skip
         recorded[row] = (prompts[index], response)
     return recorded

@@ -88,6 +88,16 @@ def with_part(result: RewardResult, name: str, values: Sequence[float | None], w
     return replace(result, rewards=rewards, parts={**result.parts, name: list(values)}, verdicts=verdicts)
 
 
+def with_earned(result: RewardResult, earned: Sequence[float]) -> RewardResult:
+    """Add what each row earned in its turns to its reward, if it has one."""
+    rewards = [None if reward is None else reward + more for reward, more in zip(result.rewards, earned, strict=True)]
+    verdicts = [
+        Verdict.SCORED if more and verdict is Verdict.WRONG else verdict
+        for verdict, more in zip(result.verdicts, earned, strict=True)
+    ]
+    return replace(result, rewards=rewards, verdicts=verdicts)
+
+
 def joined(key: Hashable, parts: Sequence[tuple[Sequence[int], RewardResult]]) -> RewardResult:
     """Join the results of rows that several calls scored; the parts' rows partition range(n)."""
     place = {row: (part, at) for part, (rows, _) in enumerate(parts) for at, row in enumerate(rows)}

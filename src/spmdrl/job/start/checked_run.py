@@ -11,7 +11,7 @@ from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.config.config import Config, OfflineConfig
 from spmdrl.dataflow.data.data_rows import SourceRows
 from spmdrl.dataflow.samples.schema import COPIES, SCORE_COLUMNS, needs_by_state, rule_of
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURN_REWARDS, TURNS
 from spmdrl.dataflow.stages.schedule import Slot, schedule
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_runner import EnvironmentFacts
@@ -168,7 +168,8 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
     of_rows[WorkerState.OLD_LOGPROBS] = turns | replayed | generated
     if config.critic is not None:
         of_rows[WorkerState.VALUES] = turns | ({"finished"} if config.critic.bootstraps else set())
-        of_rows[WorkerState.RETURNS] = turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
+        of_turns = turns | {TURN_REWARDS} if turns else turns
+        of_rows[WorkerState.RETURNS] = of_turns | algorithm.columns_for_returns() | config.critic.columns_for_returns
     # The critic learns from the rows that the algorithm keeps, so it waits for their advantages.
     of_critic = {"values", "returns", "advantages", *turns, *copies}
     also_trained = {} if config.critic is None else {WorkerState.CRITIC_UPDATE: of_critic}

@@ -51,7 +51,8 @@ class CriticConfig(BesideConfig):
     warmup_steps: Annotated[int, Ge(0)] = 0
     """number of first steps that train only the critic"""
     gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
-    """discount of the reward per token; the reward comes with a row's last token"""
+    """discount of rewards per token; an environment's reward of a turn comes with the turn's last token, the rest of a
+    row's reward with the row's"""
     lam: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """lambda of the critic's target returns and of generalized advantage estimates (arXiv:1506.02438); 1: the whole
     return of the response; 0: the reward and the value of the next token"""

@@ -14,7 +14,7 @@ class Answering:
         if len(episode.turns) == 2:
             return End()
         letter = "abcdefgh"[(episode.seed + len(episode.turns)) % 8]
-        return Observation(letter * (len(episode.response) % 3))
+        return Observation(letter * (len(episode.response) % 3), reward=len(episode.response) / 4)
 
 
 class Remembering:
@@ -38,7 +38,7 @@ class Memory:
         if self.num_turns == 3:
             return End()
         letter = "abcdefgh"[(self.seed + self.num_turns - 1) % 8]
-        return Observation(letter * (len(turn.response) % 3))
+        return Observation(letter * (len(turn.response) % 3), reward=len(turn.response) / 4)
 
     def close(self):
         Memory.open_ones -= 1

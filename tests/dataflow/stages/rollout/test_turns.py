@@ -87,7 +87,7 @@ def run(turns: RolloutTurns, groups: Sequence[OwnGroup], engine: NativeEngine, m
 
 
 def contents(responses: dict[int, Response]) -> dict:
-    return {row: (one.token_ids, one.turns, one.finish) for row, one in responses.items()}
+    return {row: (one.token_ids, one.turns, one.turn_rewards, one.finish) for row, one in responses.items()}
 
 
 def test_rows_are_the_same_however_late_they_come_back_and_whoever_runs_beside_them(pool):
@@ -105,6 +105,18 @@ def test_rows_are_the_same_however_late_they_come_back_and_whoever_runs_beside_t
     for number in range(NUM_GROUPS):
         alone |= run(turns_of(pool), [group(number)], engine_of(max_running_rows=2))
     assert contents(alone) == contents(whole)
+
+
+def test_a_turns_reward_is_at_its_last_token(pool):
+    found = run(turns_of(pool), [group(number) for number in range(NUM_GROUPS)], engine_of())
+    assert sum(max(one.turns) == 3 for one in found.values()) > 2
+    for one in found.values():
+        ends = {max(place for place, turn in enumerate(one.turns) if turn == number) for number in one.turns if number}
+        rewarded = {place: reward for place, reward in enumerate(one.turn_rewards) if reward}
+        assert len(one.turn_rewards) == len(one.turns) and rewarded.keys() <= ends
+        assert {one.turns[place] for place in rewarded} >= set(range(1, max(one.turns))), "only the last may have none"
+        for place, reward in rewarded.items():
+            assert reward == one.turns.count(one.turns[place]) / 4
 
 
 def test_the_same_rows_come_to_the_same_bits(pool):

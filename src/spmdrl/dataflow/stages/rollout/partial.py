@@ -17,7 +17,7 @@ from spmdrl.dataflow.samples.row_lives import DEFERRED
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage, WholeGroup
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, row_seed, run_rollout, token_columns
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURN_REWARDS, TURNS
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import Finish, PartialResponse, Request, Response
 from spmdrl.engines.generation.replay import packed_outcomes, unpacked_outcomes
@@ -196,7 +196,7 @@ def packed(responses: Sequence[Response]) -> Batch:
 def unpacked(batch: Batch, rows: Sequence[int]) -> tuple[Response, ...]:
     """Return the responses in a batch of `packed`, under these row numbers."""
     token_ids, logprobs, versions = (batch.to_lists(name) for name in ("response_ids", "rollout_logprobs", "versions"))
-    turns = batch.to_lists(TURNS) if TURNS in batch else None
+    turns, rewards = (batch.to_lists(name) if name in batch else None for name in (TURNS, TURN_REWARDS))
     outcomes: list[Outcome | None] = [None] * len(rows)
     if OUTCOME_VERDICT in batch:
         outcomes = unpacked_outcomes(batch.dense(OUTCOME_REWARD), batch.dense(OUTCOME_VERDICT))
@@ -207,11 +207,15 @@ def unpacked(batch: Batch, rows: Sequence[int]) -> tuple[Response, ...]:
             Response(
                 row, tuple(map(int, token_ids[member])), tuple(logprobs[member]), _FINISHES[finish],
                 tuple(map(int, versions[member])), choices if choices is not None and choices.numel() else None,
-                None if turns is None else tuple(map(int, turns[member])), outcomes[member],
+                None if turns is None else tuple(map(int, turns[member])),
+                () if rewards is None else tuple(rewards[member]), outcomes[member],
             )
         )  # fmt: skip
     return tuple(out)
 
 
 def _partial(response: Response) -> PartialResponse:
-    return PartialResponse(response.token_ids, response.logprobs, response.versions, response.choices, response.turns)
+    return PartialResponse(
+        response.token_ids, response.logprobs, response.versions, response.choices, response.turns,
+        response.turn_rewards,
+    )  # fmt: skip

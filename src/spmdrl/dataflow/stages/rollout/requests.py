@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURNS
+from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURN_REWARDS, TURNS
 from spmdrl.engines.generation.protocol import AnsweringEngine, Request, Response
 from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.resources.mesh import GenerationMesh
@@ -178,6 +178,8 @@ def token_columns(responses: Sequence[Response]) -> Batch:
     if turns:
         assert len(turns) == len(responses), f"{len(turns)} of {len(responses)} have their turns"
         batch.put_lists(TURNS, turns, torch.int16)
+        rewards = [response.turn_rewards or (0.0,) * len(response.token_ids) for response in responses]
+        batch.put_lists(TURN_REWARDS, rewards, torch.float32)
     choices = [response.choices for response in responses]
     known = [part for part in choices if part is not None]
     if known:

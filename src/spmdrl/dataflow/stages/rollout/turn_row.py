@@ -31,6 +31,8 @@ class TurnRow:
     outcome: Outcome | None = None
     parts: list[TurnParts] = field(default_factory=list)
     """parts of the turns so far"""
+    rewards: dict[int, float] = field(default_factory=dict)
+    """rewards of turns, by the places of their last tokens"""
 
     @classmethod
     def of_member(cls, request: Request, member: int, prompt: Prompt, decode: Decode) -> TurnRow:
@@ -40,7 +42,8 @@ class TurnRow:
             return cls(request, member, prompt)
         assert given.turns is not None, f"row {request.rows[member]} has tokens, but not their turns"
         last = max(given.turns)
-        row = cls(request, member, prompt, given, last, given.turns.index(last))
+        rewards = {place: reward for place, reward in enumerate(given.turn_rewards) if reward}
+        row = cls(request, member, prompt, given, last, given.turns.index(last), rewards=rewards)
         # The environment has already seen a pending row's last turn, even without a reply.
         if not given.turns[-1] or _is_over(given.token_ids[row.start :], request, decode):
             row.begin_turn()
@@ -87,6 +90,10 @@ class TurnRow:
             before.turns[:start] + (self.turn,) * len(response.token_ids),
         )
 
+    def earn(self, reward: float) -> None:
+        """Put the reward of the turn that just ended at its last token."""
+        self.rewards[len(self.so_far.token_ids) - 1] = reward
+
     def read(self, token_ids: Sequence[int], version: int) -> None:
         """Add the environment's tokens, and start another turn."""
         before, num_new = self.so_far, len(token_ids)
@@ -117,8 +124,9 @@ class TurnRow:
     def response(self, finish: Finish) -> Response:
         given = self.so_far
         return Response(
-            self.row, given.token_ids, given.logprobs, finish, given.versions, given.choices, given.turns, self.outcome
-        )
+            self.row, given.token_ids, given.logprobs, finish, given.versions, given.choices, given.turns,
+            tuple(self.rewards.get(place, 0.0) for place in range(len(given.token_ids))), self.outcome,
+        )  # fmt: skip
 
 
 def _is_over(turn_ids: Sequence[int], request: Request, decode: Decode) -> bool:

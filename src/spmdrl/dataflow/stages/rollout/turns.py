@@ -154,6 +154,7 @@ class RolloutTurns:
                 row.outcome = Outcome(result.reward, Verdict.SCORED if result.reward else Verdict.WRONG)
         else:
             read = result.observation
+            row.earn(read.reward)
             try:
                 token_ids = self._encode(row, read)
                 if max(token_ids, default=0) >= self._vocab_size:
