@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl.engines.generation.protocol import ENDS
 from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config
 
 ROW = re.compile(r"^\| `([^`]+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE)
@@ -17,6 +18,7 @@ ELSEWHERE = {
     "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "reward/programs/{verdict}", "reward/quarantined",
     "router/bias_abs_max", "log/refused_writes", "log/warnings", "environment/turns", "environment/tokens",
+    "environment/ends/{reason}", "environment/seconds", "environment/open_seconds",
     "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
     "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",
     "judge/unread", "judge/unasked", "fusion/waited_seconds/{stage}", "fusion/hidden_seconds/{stage}",
@@ -78,6 +80,11 @@ def test_every_row_has_a_unit_or_none_a_sentence_and_a_file_that_is_there():
     for name, _, what, files in ROW.findall((ROOT / "docs/metrics.md").read_text()):
         assert len(what.split()) >= 2, name
         assert all((ROOT / "src/spmdrl" / file.strip()).is_file() for file in files.split(",")), f"{name}: {files}"
+
+
+def test_every_reason_for_the_end_of_a_row_is_documented():
+    (what,) = (what for name, _, what, _ in ROW.findall((ROOT / "docs/metrics.md").read_text()) if "/ends/" in name)
+    assert set(re.findall(r"`([a-z_]+)`", what)) == set(ENDS)
 
 
 @pytest.mark.ranks

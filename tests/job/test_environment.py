@@ -25,6 +25,8 @@ from tests.support.jobs import (
     weights_digest,
 )
 
+from spmdrl.engines.generation.protocol import ENDS
+
 ENVIRONMENT = """
 from pathlib import Path
 from spmdrl.engines.environment.episode import End, Episode, Observation
@@ -197,6 +199,10 @@ def test_the_documented_environment_trains(tmp_path):
     finished(run_job("train", tmp_path / "dice.yaml", f"run.dir={tmp_path / 'run'}"))
     steps = metrics_of(tmp_path / "run")
     assert len(steps) == 2 and all(0 < step["reward"] < 1 and step["environment/turns"] > 1 for step in steps)
+    for step in steps:
+        ends = {name.rpartition("/")[2]: count for name, count in step.items() if "/ends/" in name}
+        assert set(ends) == set(ENDS) and ends["ended"] + ends["length"] == sum(ends.values()) == 32
+        assert 0 < step["environment/seconds"] < 5 and 0 < step["environment/open_seconds"] < 5
 
 
 NUMBERING = """

@@ -194,7 +194,9 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what a clock or the operating system measured."""
-    clocked = re.compile("(time|perf|checkpoint|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$")
+    clocked = re.compile(
+        "(time|perf|checkpoint|mem|fusion)/|(reshard|environment)/.*(seconds|per_second|hidden_share)$"
+    )
     return [
         {name: value for name, value in step.items() if not clocked.match(name) or name == "perf/tokens"}
         for step in metrics

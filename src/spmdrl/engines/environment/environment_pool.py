@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -59,6 +60,7 @@ class EnvironmentPool:
         self._journal = journal
         self._open: set[Hashable] = set()
         """rows with a session"""
+        self._seconds = defaultdict[str, list[float]](list)
         self._calls = CallPool(
             setup,
             self,
@@ -124,6 +126,11 @@ class EnvironmentPool:
         """Wait for the results of these steps and take them out, in the order of `keys`."""
         return self._calls.collect(keys)
 
+    def take_seconds(self) -> Mapping[str, Sequence[float]]:
+        """Return the seconds of answered steps, and of opened sessions, since the last call of this."""
+        taken, self._seconds = self._seconds, defaultdict(list)
+        return taken
+
     def close(self) -> None:
         """End the environment's processes with all that they started."""
         self.end()
@@ -131,8 +138,10 @@ class EnvironmentPool:
         if self._journal is not None:
             self._journal.close()
 
-    def read(self, answer: Any, call: PendingCall) -> StepResult | None:
+    def read(self, answer: Any, call: PendingCall, seconds: float) -> StepResult | None:
         """Return the result in a worker's message; None if something else wrote it."""
+        if not call.is_last:
+            self._seconds["open_seconds" if call.key is None else "seconds"].append(seconds)
         result = read_step(answer)
         return result and self._kept(call.key, result)
 

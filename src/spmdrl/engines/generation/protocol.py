@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length", "aborted"]
 
+ENDS = ("ended", "length", "malformed", "timed_out", "crashed", "quarantined")
+"""Reasons for the end of a row with an environment: the environment, no room for more tokens, or a step's verdict."""
+
 Decode = Callable[[Sequence[int]], str]
 """The text of tokens."""
 
@@ -108,6 +111,13 @@ class Response:
     def num_own_tokens(self) -> int:
         """Number of tokens that the model wrote."""
         return len(self.token_ids) if self.turns is None else sum(turn > 0 for turn in self.turns)
+
+    @property
+    def end(self) -> str:
+        """Reason for the end of a row with an environment, one of `ENDS`."""
+        if self.outcome is not None and not self.outcome.verdict.has_reward:
+            return self.outcome.verdict.name.lower()
+        return "length" if self.finish == "length" else "ended"
 
     @property
     def last_turn(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class _ScoresOfCalls:
     error: str | None = None
     has_scored: bool = False
 
-    def read(self, answer: Any, call: PendingCall) -> list[FunctionScores] | None:
+    def read(self, answer: Any, call: PendingCall, seconds: float) -> list[FunctionScores] | None:
         scores = read_scores(answer, self.num_functions, call.num_rows)
         return None if scores is None else self.counted(scores)
 

@@ -33,8 +33,8 @@ A_co = TypeVar("A_co", covariant=True)
 class Answers(Protocol[A_co]):
     """Answers of a pool, from workers' messages or failures."""
 
-    def read(self, answer: Any, call: PendingCall) -> A_co | None:
-        """Return the call's answer from a worker's message; None if the runner can't have sent it."""
+    def read(self, answer: Any, call: PendingCall, seconds: float) -> A_co | None:
+        """Return a call's answer from a worker's message, `seconds` after its start; None if others wrote it."""
         ...
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> A_co:
@@ -325,7 +325,7 @@ class CallPool(Generic[A]):
         call = worker.calls[0] if worker.calls else None
         if call is None or message.get("nonce") != call.nonce:
             return False
-        answer = self._answers.read(message.get("answer"), call)
+        answer = self._answers.read(message.get("answer"), call, worker.seconds)
         if answer is None:
             return False
         worker.answered()

@@ -244,10 +244,12 @@ def test_a_step_ends_its_row_with_a_reward_or_with_what_went_wrong(what, verdict
     for response in ended:
         text = decode(response.token_ids)
         if verdict is None:
-            assert response.outcome.reward == len(text) / 8
+            assert response.outcome.reward == len(text) / 8 and response.end == "ended"
         else:
             assert response.outcome.reward is None and response.outcome.verdict is verdict
-            assert response.outcome.error
+            assert response.outcome.error and response.end == verdict.name.lower()
+    cut = [response.end for response in responses.values() if response.finish == "length"]
+    assert set(cut) <= {"length"}
 
 
 def test_text_that_the_model_cannot_read_ends_its_row(pool):

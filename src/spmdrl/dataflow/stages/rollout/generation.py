@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.rollout.requests import (
     row_seed,
     run_rollout,
 )
-from spmdrl.engines.generation.protocol import AnsweringEngine, Request, Response
+from spmdrl.engines.generation.protocol import ENDS, AnsweringEngine, Request, Response
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from spmdrl.observability.metrics import Recorder
@@ -116,6 +116,8 @@ class GenerationStage:
 
         Raises StopAgreed on all of them if one was asked to stop.
         """
+        for kind, seconds in self.turns.take_seconds().items() if self.turns is not None else ():
+            self.recorder.mean_of(f"environment/{kind}", seconds)
         if self.portions is not None:
             self.portions.close()
             self.recorder.total("fusion/hideable_seconds/generation", self.portions.hideable_seconds())
@@ -139,3 +141,6 @@ class GenerationStage:
         if turns := [response.turns for response in responses if response.turns is not None]:
             self.recorder.mean_of("environment/turns", [max(own, default=0) for own in turns])
             self.recorder.mean_of("environment/tokens", [own.count(0) for own in turns])
+            ends = [response.end for response in responses]
+            for end in ENDS:
+                self.recorder.total(f"environment/ends/{end}", ends.count(end))

@@ -51,6 +51,8 @@ class Turns(Protocol):
         is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers: ...  # fmt: skip
 
+    def take_seconds(self) -> Mapping[str, Sequence[float]]: ...
+
 
 class StopPoint:
     """Early end of a rollout if a rank of its engine was asked to stop; the same on all of them."""

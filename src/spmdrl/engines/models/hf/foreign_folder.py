@@ -73,7 +73,7 @@ class _Faults:
     def __init__(self, limits: str):
         self.limits = limits
 
-    def read(self, answer: Any, call: PendingCall) -> str | None:
+    def read(self, answer: Any, call: PendingCall, seconds: float) -> str | None:
         return answer if isinstance(answer, str) else None
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> str:
