@@ -60,7 +60,7 @@ class Comparison:
 
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Compare all layouts of the chosen sizes and models."""
-    parts = [compare_layouts(num_ranks, arguments.models) for num_ranks in arguments.world_size]
+    parts = [compare_layouts(num_ranks, cases_of(arguments.models, num_ranks)) for num_ranks in arguments.world_size]
     rows = [row for part in parts for row in part.rows]
     refused = [row for part in parts for row in part.refused]
     wrong = [row for row in rows if exceeds(row)]
@@ -79,9 +79,13 @@ def exceeds(row: Mapping[str, object]) -> bool:
     return not all(row[error] <= LARGEST_ERROR for error in _ERRORS)
 
 
-def compare_layouts(num_ranks: int, models: Sequence[str]) -> Comparison:
-    """Run every layout of so many ranks that the models allow."""
-    cases = [LayoutCase(model, layout) for model in models for layout in layouts_of(model, num_ranks)]
+def cases_of(models: Sequence[str], num_ranks: int) -> list[LayoutCase]:
+    """Every model under every layout of so many ranks."""
+    return [LayoutCase(model, layout) for model in models for layout in layouts_of(model, num_ranks)]
+
+
+def compare_layouts(num_ranks: int, cases: Sequence[LayoutCase]) -> Comparison:
+    """Run those of the cases, of so many ranks, that their models allow."""
     reasons = {case: _refusal(case) for case in cases}
     found = run_cases([case for case in cases if not reasons[case]], num_ranks)
     named = {case: {"model": case.model, "world_size": num_ranks, "layout": str(case.layout)} for case in cases}

@@ -15,7 +15,7 @@ from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
 from tests.bench.__main__ import main
 from tests.bench.layouts.layout_cases import LayoutCase
-from tests.bench.layouts.layouts import LARGEST_ERROR, compare_layouts, exceeds, layouts_of, run_cases
+from tests.bench.layouts.layouts import LARGEST_ERROR, cases_of, compare_layouts, exceeds, layouts_of, run_cases
 from tests.bench.layouts.traffic import Traffic, axes_of_groups, with_own_groups
 from tests.support.ranks import run_ranks
 
@@ -52,27 +52,39 @@ def test_every_schedule_runs_alone_and_beside_sharded_experts():
         assert len(plain) == 1
 
 
+def widest_experts(case: LayoutCase) -> bool:
+    layout = case.layout
+    return layout.expert == layout.data * layout.shard * layout.context
+
+
+# Models of one world together, so that each mesh is built once. Experts in part of the ranks that may have them are
+# those of mla's layers as of moe's.
+ON_4_RANKS = [case for case in cases_of(["moe", "mla"], 4) if case.model == "moe" or widest_experts(case)]
+CASES = {
+    "moe on 2 ranks": (2, cases_of(["moe"], 2)),
+    "others on 2 ranks": (2, cases_of(["dense", "mla", "hybrid", "sinks", "gemma", "gemma4"], 2)),
+    "dense on 4 ranks": (4, cases_of(["dense"], 4)),
+    "experts on 4 ranks in one stage": (4, [case for case in ON_4_RANKS if case.layout.pipeline == 1]),
+    "experts on 4 ranks in several stages": (4, [case for case in ON_4_RANKS if case.layout.pipeline > 1]),
+}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("model", "num_ranks"),
+    ("num_ranks", "cases"),
     [
-        ("moe", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                *(("dense", 2), ("mla", 2), ("hybrid", 2), ("sinks", 2), ("gemma", 2), ("gemma4", 2)),
-                *(("dense", 4), ("moe", 4), ("mla", 4)),
-            )
-        ),
+        pytest.param(*case, id=name, marks=() if name == "moe on 2 ranks" else pytest.mark.slow)
+        for name, case in CASES.items()
     ],
 )
-def test_every_layout_trains_as_one_process_does(model: str, num_ranks: int):
-    found = compare_layouts(num_ranks, [model])
+def test_every_layout_trains_as_one_process_does(num_ranks: int, cases: list[LayoutCase]):
+    found = compare_layouts(num_ranks, cases)
     for row in found.refused:
         print("refused: {model} on {world_size} ranks, {layout}: {reason}".format(**row))
-    assert len(found.rows) + len(found.refused) == len(layouts_of(model, num_ranks))
+    assert len(found.rows) + len(found.refused) == len(cases)
     # Only tied heads, of which zbv would put two copies on one rank.
-    assert all(model in ("dense", "gemma", "gemma4") and "zbv" in str(row["layout"]) for row in found.refused)
+    of_tied_heads = ("dense", "gemma", "gemma4")
+    assert all(row["model"] in of_tied_heads and "zbv" in str(row["layout"]) for row in found.refused)
     assert [row for row in found.rows if exceeds(row)] == []
 
 
