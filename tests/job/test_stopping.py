@@ -428,17 +428,17 @@ def test_a_launchers_signal_after_a_death_in_the_start_up_is_no_request(tmp_path
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.cpu_only("torchrun starts ranks of its own")
-@pytest.mark.parametrize("kind", ["sigkill", "exit"])
-def test_a_rank_that_dies_in_the_start_up_is_restarted_and_named(kind, tmp_path):
-    for restarts, code in ((1, 0), (0, 1)):
-        program = [f"--max-restarts={restarts}", "-m", MODULE]
-        words = ["sft", str(tiny_config(tmp_path)), f"run.dir={tmp_path / str(restarts)}", "sft.max_steps=1"]
-        own = environment(SPMDRL_FAULT=f"load:1:0:{kind}", PYTHON=sys.executable, RANKS_PER_NODE="2")
-        command = [*torchrun_script(tmp_path, *program), *words]
-        job = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert job.returncode == code, job.stderr
-        assert "stopped by" not in job.stderr
-    assert re.match(r"spmdrl: rank 1: process \d+ ended without a message", job.stderr.splitlines()[-1]), job.stderr
+@pytest.mark.parametrize(("kind", "restarts", "code"), [("sigkill", 1, 0), ("exit", 0, 1)])
+def test_a_rank_that_dies_in_the_start_up_is_restarted_or_named(kind, restarts, code, tmp_path):
+    program = [f"--max-restarts={restarts}", "-m", MODULE]
+    words = ["sft", str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}", "sft.max_steps=1"]
+    own = environment(SPMDRL_FAULT=f"load:1:0:{kind}", PYTHON=sys.executable, RANKS_PER_NODE="2")
+    command = [*torchrun_script(tmp_path, *program), *words]
+    job = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert job.returncode == code, job.stderr
+    assert "stopped by" not in job.stderr
+    named = re.match(r"spmdrl: rank 1: process \d+ ended without a message", job.stderr.splitlines()[-1])
+    assert restarts or named, job.stderr
 
 
 FORKED = """
