@@ -150,6 +150,8 @@ def be_job(
     os.environ.clear()
     os.environ.update(own)
     os.chdir(ROOT)
+    # What a run's summary has as its command.
+    sys.orig_argv = [sys.executable, "-m", "spmdrl", *command]
     from spmdrl.cli.command_line import main
 
     install_chosen()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spmdrl.config.reader import ConfigError
 from spmdrl.verbs.doctor.commands import run_to_end
+from tests.support.jobs import run_job
 
 # The first step of a process builds caches and optimizer state.
 STEPS_OF_WARM_UP = 1
@@ -28,11 +29,12 @@ def check_steps(num_steps: int) -> None:
 
 
 def train_steps(
-    folder: Path, settings: Mapping[str, object], *, num_ranks: int, environment: Mapping[str, str]
+    folder: Path, settings: Mapping[str, object], *, num_ranks: int, environment: Mapping[str, str] | None = None
 ) -> list[dict[str, float]]:
     """Train with these settings in a new run folder; returns the metrics of each step after warm-up.
 
-    Raises RuntimeError with the end of the run's stderr if it fails.
+    Without an environment, its ranks start at once, as those of `run_verb`. Raises RuntimeError with the end of the
+    run's stderr if it fails.
     """
     run_verb(words_of("train", {**SETTINGS_OF_STEPS, **settings}, folder), num_ranks=num_ranks, environment=environment)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -44,9 +46,17 @@ def words_of(verb: str, settings: Mapping[str, object], folder: Path) -> list[st
     return [verb, *(f"{key}={value}" for key, value in {**settings, "run.dir": folder}.items())]
 
 
-def run_verb(words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str]) -> None:
-    """Run a verb to its end. Raises RuntimeError with the end of its stderr if it fails."""
-    run_module("spmdrl", words, num_ranks=num_ranks, environment=environment)
+def run_verb(words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str] | None = None) -> None:
+    """Run a verb to its end. Raises RuntimeError with the end of its stderr if it fails.
+
+    Without an environment, its ranks have one thread each and start at once, from a process that has imported all.
+    """
+    if environment is not None:
+        run_module("spmdrl", words, num_ranks=num_ranks, environment=environment)
+        return
+    job = run_job(*words, ranks=num_ranks, timeout=_LONGEST_SECONDS, kind="cpu")
+    if job.returncode:
+        raise RuntimeError(f"{words[0]} ended with {job.returncode}: {job.stderr[-2000:]}")
 
 
 def run_module(module: str, words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,8 +97,7 @@ def finish(verb: str, folder: Path, settings: Settings, *, configs: Sequence[Pat
     if summary.get("verdict") == "done" and command[-len(settings) :] == words[-len(settings) :]:
         return
     # Another run that lies there is moved aside.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    run_verb([verb, *map(str, configs), "resume=never", *words[1:]], num_ranks=num_ranks, environment=environment)
+    run_verb([verb, *map(str, configs), "resume=never", *words[1:]], num_ranks=num_ranks)
 
 
 def held_out_accuracies(folder: Path) -> dict[int, Estimate]:

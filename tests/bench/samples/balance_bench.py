@@ -137,7 +137,7 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, balance: str) -> list
         "resources.device": "cpu",
         "dock.balance": balance,
     }
-    steps = train_steps(inputs / "run", settings, num_ranks=2, environment={"OMP_NUM_THREADS": "1"})
+    steps = train_steps(inputs / "run", settings, num_ranks=2)
     shutil.rmtree(inputs / "run")
     seen = steps[_STEPS_PER_EPOCH - STEPS_OF_WARM_UP :]
     return [{name: step[f"time/{name}"] for name in STAGES} | {IMBALANCE: step[IMBALANCE]} for step in seen]

@@ -142,7 +142,7 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool
         settings |= {"environment.function": f"{inputs / 'slow_tool.py'}:Slow", "environment.workers": 16,
                      "rollout.stop": "['=', '+']"}  # fmt: skip
     folder = inputs / "run"
-    steps = train_steps(folder, settings, num_ranks=arguments.ranks, environment={})
+    steps = train_steps(folder, settings, num_ranks=arguments.ranks)
     waiting = "generation" if case == "tool" else "reward"
     waits = [[step.get(f"fusion/{what}_seconds/{waiting}", 0.0) for step in steps] for what in ("waited", "hidden")]
     works = _work_seconds(folder)
