@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS
+from spmdrl.cli import command_line
 from spmdrl.job.start import prepared
+from spmdrl.resources import world
 from tests.support.jobs import run_job, tiny_config
 
 REFUSED = [
@@ -147,10 +148,21 @@ def command_lines() -> list[str]:
     return lines
 
 
+@pytest.mark.ranks
+def test_a_reward_that_can_not_be_loaded_is_tried_and_refused_by_one_rank(tmp_path):
+    reward, loads = tmp_path / "broken.py", tmp_path / "loads"
+    reward.write_text(f"print('load', file=open({str(loads)!r}, 'a'))\nraise RuntimeError('no licence')\n")
+    settings = [f"run.dir={tmp_path / 'run'}", f"reward.functions=[{reward}:fn]"]
+    job = run_job("train", tiny_config(tmp_path), *settings, ranks=2, timeout=60)
+    assert_refused(job, ["can't be loaded: RuntimeError: no licence", f"({reward}:2 in <module>)"])
+    assert loads.read_text() == "load\n"
+
+
 def be_late(rank: int) -> None:
-    """Start one rank after another one's patience is over."""
+    """Start one rank after another one's patience, here a second, is over."""
+    command_line.OTHER_RANKS_WAIT_SECONDS = world._REFUSAL_SECONDS = 1.0
     if os.environ.get("RANK") == str(rank):
-        time.sleep(OTHER_RANKS_WAIT_SECONDS + 2)
+        time.sleep(3)
 
 
 UNFIT = (

@@ -48,7 +48,7 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
                 "alone; name one, such as math, or set data.eval to null"
             )
         eval_rows = read_rows(config.data.eval, config.data, needs=eval_needs, key="data.eval")
-    if are_judged:
+    if are_judged and read_launch_environment(os.environ).local_rank == 0:
         # Loads the functions in a child and ends it: a missing file or name is refused before the first rollout.
         with RewardPool(config.reward, 1) as pool:
             judged = train_rows if verb == "train" else []

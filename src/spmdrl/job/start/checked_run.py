@@ -45,7 +45,7 @@ class CheckedRun:
     own_layouts: Mapping[Role, UpdateLayout] = field(default_factory=dict)
     """layouts of models that differ from `layout`"""
     columns_taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """by reward function, its parameters for columns of the data"""
+    """by reward function, its parameters for columns of the data; empty but on the first rank of a node"""
     environment: EnvironmentFacts | None = None
     """facts about the environment; None if none answers"""
 
