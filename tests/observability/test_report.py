@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from spmdrl.observability.report.report import main, write_report
 from spmdrl.observability.report.sections import fitting, sample_viewer
 from spmdrl.observability.summary import provenance, write_summary
 from tests.observability.synthetic import HOSTILE, write_run
+from tests.support.jobs import ROOT
 
 MAX_BYTES = 5_000_000
 AXES = ("steps", "values")
@@ -465,6 +468,24 @@ def test_what_an_environment_wrote_is_apart_from_the_models_words():
     assert _shown(record | {"turns": [["<<1+1=", "2>>"], ["2", ""]]})["turns"] == [["<<1+1=", "2>>"], ["2", ""]]
     assert _shown(record | {"turns": [["cut"], "off", ["</script>", 3]]})["turns"] == [["</script>", "3"]]
     assert "turns" not in _shown(record)
+
+
+_DOM = """
+const make = (tag, kind, text) => ({tag, kind, text, parts: [], append(...more) { this.parts.push(...more); }});
+const parts = turnTexts([["<<1+1=", "2>>"], ["</pre>", ""]]).parts;
+console.log(JSON.stringify(parts.map((part) => [part.tag, part.kind, part.text])));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
+def test_a_conversation_is_shown_by_its_roles():
+    script = (ROOT / "src/spmdrl/observability/report/assets/report.js").read_text()
+    function = re.search(r"^  function turnTexts.*?^  }$", script, re.DOTALL | re.MULTILINE)[0]
+    shown = subprocess.run(["node", "-e", function + _DOM], capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown) == [
+        ["h4", "", "model"], ["pre", "model", "<<1+1="], ["h4", "", "environment"], ["pre", "environment", "2>>"],
+        ["h4", "", "model"], ["pre", "model", "</pre>"],
+    ]  # fmt: skip
 
 
 def _shown(record: dict) -> dict:

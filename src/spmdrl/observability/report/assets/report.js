@@ -36,15 +36,13 @@
     return card;
   }
 
-  // What the model wrote, and set apart what an environment gave it to read.
+  // The conversation behind the prompt by its roles. The environment's parts, which aren't learnt, are grey.
   function turnTexts(turns) {
-    const box = make("pre");
-    for (const [response, observation] of turns) {
-      box.append(make("span", "", response));
-      if (observation === "") continue;
-      const read = make("span", "observation", observation);
-      read.title = "written by the environment";
-      box.append(read);
+    const box = make("div");
+    for (const turn of turns) {
+      for (const [place, role] of ["model", "environment"].entries()) {
+        if (turn[place] !== "") box.append(make("h4", "", role), make("pre", role, turn[place]));
+      }
     }
     return box;
   }
