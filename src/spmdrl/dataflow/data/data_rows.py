@@ -23,8 +23,7 @@ from spmdrl.dataflow.data.column_names import (
 )
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
 from spmdrl.dataflow.data.published import published_columns
-from spmdrl.dataflow.data.records import BadRows, data_files, read_records
-from spmdrl.dataflow.data.synthetic import SCHEME
+from spmdrl.dataflow.data.records import BadRows, data_files, is_made, read_records
 from spmdrl.engines.models.renderer import Answer
 from spmdrl.nouns.settings.data_config import DataConfig, DataSource, data_sources
 
@@ -124,7 +123,7 @@ def rows_of_prompts(prompts: Sequence[str]) -> SourceRows:
 
 
 def _refuse_files_named_twice(sources: tuple[DataSource, ...], key: str) -> None:
-    files = [file for source in sources if not source.path.startswith(SCHEME) for file in data_files(source.path)]
+    files = [file for source in sources if not is_made(source.path) for file in data_files(source.path)]
     twice = [str(file) for file, count in Counter(file.resolve() for file in files).items() if count > 1]
     if twice:
         raise ValueError(f"{key} names {twice[0]} twice, by itself and in a folder or pattern; name it once")

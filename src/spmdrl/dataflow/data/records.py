@@ -9,7 +9,9 @@ from itertools import chain
 from pathlib import Path
 
 from spmdrl.dataflow.data.formats import NAMES, BadRow, Record, read_file, suffix_of
+from spmdrl.dataflow.data.gym_rows import gym_rows
 from spmdrl.dataflow.data.synthetic import SCHEME, synthetic_rows
+from spmdrl.engines.reward.gym_tasks import GYM_SCHEME
 from spmdrl.observability.terminal.spelling import nearest
 
 _NUM_SHOWN, _NUM_PLACES = 20, 3
@@ -50,10 +52,16 @@ def _together(rows: list[BadRow]) -> str:
     return f"{len(rows)} rows alike: {first} (also {', '.join(places)})"
 
 
+def is_made(path: str) -> bool:
+    """Return True for a URL whose rows are made by code."""
+    return path.startswith((SCHEME, GYM_SCHEME))
+
+
 def read_records(path: str) -> Iterator[Record | BadRow]:
     """Yield the rows of all files of a data path, in order; anything but an object becomes a BadRow."""
-    if path.startswith(SCHEME):
-        return (Record(f"{path}:{number}", row, path) for number, row in enumerate(synthetic_rows(path), 1))
+    if is_made(path):
+        rows = gym_rows(path) if path.startswith(GYM_SCHEME) else synthetic_rows(path)
+        return (Record(f"{path}:{number}", row, path) for number, row in enumerate(rows, 1))
     files = data_files(path)
     if files == [Path(path).expanduser()]:
         return read_file(path, files[0])
@@ -104,7 +112,7 @@ def _no_such_file(file: Path) -> str:
     close = nearest(file.name, siblings)
     if close is not None:
         return f"there is no data file {file}; did you mean {file.parent / close}?"
-    hint = f"there is no data file {file}; data is read from local files and synthetic:// URLs"
+    hint = f"there is no data file {file}; data is read from local files, and synthetic:// and reasoning_gym:// URLs"
     if _HUB_NAME.fullmatch(str(file)) and suffix_of(file) is None:
         hint += f"; fetch a data set of the hub first: hf download --repo-type dataset {file} --local-dir DIR"
     return hint

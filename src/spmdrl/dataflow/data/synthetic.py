@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from spmdrl.observability.terminal.spelling import nearest
+from spmdrl.observability.terminal.spelling import unknown
 
 SCHEME = "synthetic://"
 # Up to this many pairs are all shuffled; of more, pairs are drawn until enough differ.
@@ -45,7 +45,7 @@ class SyntheticTask:
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
-            raise ValueError(_unknown("there is no synthetic task", self.operation, OPERATIONS))
+            raise ValueError(unknown("there is no synthetic task", self.operation, OPERATIONS))
         if self.split not in ("train", "test"):
             raise ValueError(f"split={self.split} in a synthetic URL, but it must be train or test")
         if self.low > self.high or self.count < 1:
@@ -98,7 +98,7 @@ def parse_synthetic(url: str) -> SyntheticTask:
     values: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in types:
-            raise ValueError(_unknown(f"{url}: there is no setting", name, tuple(types)))
+            raise ValueError(unknown(f"{url}: there is no setting", name, tuple(types)))
         try:
             values[name] = {"int": int, "float": float}.get(str(types[name]), str)(text)
         except ValueError as error:
@@ -146,9 +146,4 @@ def _hashed(text: str) -> int:
 def _check_names(key: str, text: str, known: tuple[str, ...]) -> None:
     for name in re.findall(r"\{(.*?)\}", text):
         if name not in known:
-            raise ValueError(_unknown(f"{key} in a synthetic URL has no", name, known))
-
-
-def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
-    close = nearest(name, known)
-    return f"{what} '{name}'" + (f"; did you mean '{close}'?" if close else f"; known are {', '.join(known)}")
+            raise ValueError(unknown(f"{key} in a synthetic URL has no", name, known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import importlib
 import inspect
 import math
 import numbers
@@ -15,7 +16,8 @@ from spmdrl.engines.reward.answers import RULES, check_rule_installed
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall
 from spmdrl.engines.reward.code_reward import CodeReward, Judged
 from spmdrl.engines.reward.formula import Undecided
-from spmdrl.nouns.settings.reward_config import CODE, CodeConfig, function_names
+from spmdrl.engines.reward.gym_tasks import check_gym_installed, reasoning_gym
+from spmdrl.nouns.settings.reward_config import CODE, GYM, CodeConfig, function_names
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
 from spmdrl.runtime.workers.verdict import Verdict
@@ -48,7 +50,7 @@ def needs_answer(specs: Iterable[str]) -> bool:
 
 
 def load_functions(specs: Sequence[str], code: CodeConfig) -> list[RewardFunction]:
-    """Load `exact`, `number`, `code`, `pkg.mod:fn` or `file.py:fn`; raises ValueError if one can't be loaded."""
+    """Load built-in functions, `pkg.mod:fn` or `file.py:fn`; raises ValueError if one can't be loaded."""
     return [_load(spec, name, code) for spec, name in zip(specs, function_names(specs), strict=True)]
 
 
@@ -58,7 +60,12 @@ def _load(spec: str, name: str, code: CodeConfig) -> RewardFunction:
         return RewardFunction(name, RULES[spec], "rule")
     if spec == CODE:
         return RewardFunction(name, CodeReward(code), "rule")
-    call = load_attribute(spec, "reward.functions", [*RULES, CODE], kind="function")
+    if spec == GYM:
+        check_gym_installed(f"reward.functions: '{spec}'")
+        # Imported before the first call, whose time is limited.
+        importlib.import_module(spec)
+        return RewardFunction(name, reasoning_gym, "trl")
+    call = load_attribute(spec, "reward.functions", [*RULES, CODE, GYM], kind="function")
     return RewardFunction(name, call, _form(spec, call))
 
 

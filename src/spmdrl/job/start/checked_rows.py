@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.data_rows import RowNeeds, SourceRows, read_rows
-from spmdrl.dataflow.data.records import BadRows
-from spmdrl.dataflow.data.synthetic import SCHEME
+from spmdrl.dataflow.data.records import BadRows, is_made
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import EnvironmentFacts
 from spmdrl.engines.environment.episode import Row
@@ -82,7 +81,7 @@ def unread_columns(checked: CheckedRun) -> list[str]:
     taken |= _OF_TEMPLATES | ({config.reward_model.margin_key or ""} if checked.verb == "reward-model" else set())
     unread: dict[str, None] = {}
     for part in (*checked.train_rows, *checked.eval_rows):
-        if (part.source.format or config.data.format) == "auto" and not part.source.path.startswith(SCHEME):
+        if (part.source.format or config.data.format) == "auto" and not is_made(part.source.path):
             # As in "prompt in 'reward_model.ground_truth'".
             keys = {name.split("'")[1] for name in part.found}
             read = taken | keys | {key.partition(".")[0] for key in keys} | {"answer"}

@@ -130,8 +130,9 @@ class DataConfig:
     """Sources of prompts, and how they are read."""
 
     train: Any = None
-    """training data: a file, a folder, a pattern such as data/*.jsonl or a synthetic:// URL; or a list of these, or of
-    {path, weight, format}, where weight is the source's share of the prompts, and format stands for data.format"""
+    """training data: a file, a folder, a pattern such as data/*.jsonl, or a synthetic:// or reasoning_gym:// URL; or a
+    list of these, or of {path, weight, format}, where weight is the source's share of the prompts, and format stands
+    for data.format"""
     eval: Any = None
     """held-out data, in the same forms"""
     max_prompt_length: Annotated[int, Ge(1)] = 512

@@ -20,8 +20,8 @@ def function_names(specs: Sequence[str]) -> tuple[str, ...]:
     return tuple(name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True))
 
 
-CODE = "code"
-"""name of the reward"""
+CODE, GYM = "code", "reasoning_gym"
+"""names of the rewards"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RewardConfig(ProcessesConfig):
 
     functions: tuple[str, ...] = ("math",)
     """reward functions: exact (equal text), number (plain numbers), choice (letters), math (math-verify), code (the
-    response's program against the row's tests), pkg.mod:fn or file.py:fn"""
+    response's program against the row's tests), reasoning_gym (the scorer of a row's task), pkg.mod:fn or file.py:fn"""
     weights: tuple[float, ...] | None = None
     """weights of the functions in the reward, which is their sum; null: 1 each"""
     model: ScorerConfig | None = None

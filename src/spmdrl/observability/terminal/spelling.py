@@ -17,6 +17,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return None if found is None else found[1]
 
 
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that isn't known: the one that it may mean, or all."""
+    close = nearest(name, known)
+    return f"{what} '{name}'" + (f"; did you mean '{close}'?" if close else f"; known are {', '.join(known)}")
+
+
 def _distance(word: str, name: str) -> int:
     if _letters(word) and _letters(word) == _letters(name):
         return 0
