@@ -51,7 +51,7 @@ def main(
     memory = _memory(needed_bytes(checked, prepared, launch, kind), launch, kind, device_gib, is_here=not planned)
     lint: list[CheckLine] = []
     if is_linted:
-        rows, turns = [*checked.train_rows, *checked.eval_rows], checked.config.environment.function is not None
+        rows, turns = [*checked.train_rows, *checked.eval_rows], checked.config.environment.key is not None
         with start_up(), waiting("scoring responses of known worth"):
             lint = lint_rewards(checked.config.reward, rows, has_turns=turns)
     failed = [line.text for line in (memory, *machine, *lint) if not line.passed]

@@ -163,24 +163,22 @@ def test_messages_that_no_environment_may_send_are_refused():
 def test_an_opening_stands_at_the_end_of_the_users_message(name):
     renderer = renderer_of(name)
     tokenizer = renderer.tokenizer
-    opening = Conversation(renderer).opening([*PROMPT], COLUMNS)
-    ids = [*opening.prompt_ids, *tokenizer.encode_foreign(" You see =.", after=opening.after)]
+    head, after = renderer.cut([*PROMPT], COLUMNS)
+    ids = [*tokenizer.encode(head), *tokenizer.encode_foreign(" You see =.", after=after)]
     whole = renderer.rendered([{"role": "user", "content": "How é? You see =."}], COLUMNS, add_generation_prompt=True)
     if name in LOSSLESS:
         assert tokenizer.raw.decode(ids) == tokenizer.raw.decode(tokenizer.encode(whole))
     else:
-        assert opening.prompt_ids == tokenizer.encode(whole.partition(" You")[0])
+        assert head == whole.partition(" You")[0]
 
 
 def test_a_prompt_that_the_user_does_not_end_has_no_opening():
     with pytest.raises(RowNotRendered, match="ends with the role 'assistant'"):
-        Conversation(renderer_of("qwen")).opening([*PROMPT, {"role": "assistant", "content": "I"}], {})
+        renderer_of("qwen").cut([*PROMPT, {"role": "assistant", "content": "I"}], {})
 
 
 def test_a_prompt_of_plain_text_is_opened_at_its_end():
-    renderer = renderer_of("llama3")
-    opening = Conversation(renderer).opening("How?", {})
-    assert (opening.prompt_ids, opening.after) == (renderer.tokenizer.raw("How?")["input_ids"], "")
+    assert renderer_of("llama3").cut("How?", {}) == ("How?", "")
 
 
 def brute_force(renderer: Renderer, messages: list[dict[str, Any]], columns: dict[str, Any]) -> tuple[int, int] | None:

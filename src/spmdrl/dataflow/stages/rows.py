@@ -156,12 +156,15 @@ def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) 
 def turn_texts(
     token_ids: Sequence[int], turns: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[tuple[str, str]]:
-    """Return each turn's text of the model, and the environment's reply, or "" without one."""
+    """Return each turn's text of the model, and the environment's reply, or "" without one.
+
+    The opening of a row, if it has one, follows an empty text.
+    """
     texts: list[tuple[str, str]] = []
     for turn, run in groupby(zip(token_ids, turns, strict=True), key=itemgetter(1)):
         text = decode([token for token, _ in run])
-        if turn:
-            texts.append((text, ""))
+        if turn or not texts:
+            texts.append((text, "") if turn else ("", text))
         else:
             texts[-1] = (texts[-1][0], text)
     return texts

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.engines.environment import environment_runner
 from spmdrl.engines.environment.environment_runner import (
-    KEY,
+    OPENS,
     SESSION,
     EnvironmentFacts,
     StepResult,
@@ -44,18 +44,19 @@ class EnvironmentPool:
         journal: Journal | None = None,
     ):  # fmt: skip
         """`journal` has answers to calls that an earlier job of the run made."""
-        assert config.function is not None, f"without {KEY} there is no environment"
+        assert config.key is not None, "the run has no environment"
         setup = WorkerSetup(
             section="environment",
-            functions_key=KEY,
+            functions_key=config.key,
             variables_key="environment.variables",
             runner=environment_runner.__name__,
-            functions=[config.function],
+            functions=config.specs,
             environment=config.variables,
             memory_limit_gib=config.memory_limit_gib,
-            settings={"timeout_seconds": config.timeout_seconds},
+            settings={"timeout_seconds": config.timeout_seconds, "key": config.key},
         )
-        steps = Steps(load_environment(config.function)) if runs_inline(config.isolation) else None
+        inline = runs_inline(config.isolation)
+        steps = Steps(load_environment(config.key, config.specs), config.key) if inline else None
         self._config = config
         self._journal = journal
         self._open: set[Hashable] = set()
@@ -77,9 +78,12 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, key: Hashable, episode: Episode, subject: Subject | None = None) -> None:
-        """Request the step after a turn under a key of the caller's; `subject` is the row's prompt."""
-        message = asdict(episode)
+    def submit(self, key: Hashable, row: Row, subject: Subject | None = None) -> None:
+        """Request the step after an episode's turn, or the opening of a row, under a key of the caller's.
+
+        `subject` is the row's prompt.
+        """
+        message = asdict(row)
         if self._journal is not None and (known := self._journal.find(key, message)) is not None:
             self._calls.deliver(key, known)
             return
@@ -87,7 +91,11 @@ class EnvironmentPool:
             self._calls.submit([Call(key, message, subject=subject)])
             return
         self._open.add(key)
-        step = {SESSION: key} | {name: message.pop(name) for name in _OF_TURN}
+        step: dict[str, Any] = {SESSION: key}
+        if isinstance(row, Episode):
+            step |= {name: message.pop(name) for name in _OF_TURN}
+        else:
+            step, message = step | {OPENS: True}, {**message, "turns": ()}
         opening = self._opening(key, message, subject)
         self._calls.submit([Call(key, step, subject=subject, affinity=key, opening=opening)])
 
@@ -109,8 +117,9 @@ class EnvironmentPool:
         (result,) = self._calls.collect([SESSION])
         self._calls.submit([Call(None, {SESSION: SESSION}, affinity=SESSION)])
         if result.verdict is not None:
-            reason = str(result.error).removeprefix(f"{KEY}: ")
-            raise ValueError(f"{KEY}: '{self._config.function}' can't open a session for the first prompt: {reason}")
+            key, spec = self._config.key, ", ".join(self._config.specs)
+            reason = str(result.error).removeprefix(f"{key}: ")
+            raise ValueError(f"{key}: '{spec}' can't open a session for the first prompt: {reason}")
 
     def end(self, keys: Iterable[Hashable] | None = None) -> None:
         """Close the sessions of these rows, or of all, without waiting."""

@@ -24,6 +24,7 @@ from spmdrl.engines.environment.episode import (
     ToolCall,
     Turn,
 )
+from spmdrl.engines.environment.trl import load_factory, load_tools
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
@@ -35,7 +36,20 @@ MAX_CHARACTERS = 1 << 20
 """limit of an observation"""
 SESSION = "session"
 """key of the row in messages to sessions"""
+OPENS = "opens"
+"""key in messages that ask a session for its opening"""
 BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
+
+
+def load_class(key: str, specs: Sequence[str]) -> Callable[[], Any]:
+    """Load `calculator` or an environment's class."""
+    (spec,) = specs
+    kind: Callable[[], Any] = BUILT_IN[spec] if spec in BUILT_IN else load_attribute(spec, key, BUILT_IN, kind="class")
+    return kind
+
+
+FORMS = {KEY: load_class, "environment.tools": load_tools, "environment.factory": load_factory}
+"""loaders of environments, by the key that names them"""
 
 
 @dataclass(frozen=True)
@@ -45,9 +59,11 @@ class EnvironmentFacts:
     has_sessions: bool
     tools: list[dict[str, Any]] | None
     """schemas of functions that the model may call; None leaves turns unread"""
+    has_openings: bool = False
+    """True if sessions add to the prompt's last message"""
 
     @classmethod
-    def of(cls, environment: Any, key: str = KEY) -> EnvironmentFacts:
+    def of(cls, environment: Any, key: str) -> EnvironmentFacts:
         """Read the attributes of an environment. Raises ValueError for tools that aren't schemas."""
         tools = getattr(environment, "tools", None)
         try:
@@ -59,7 +75,8 @@ class EnvironmentFacts:
                 f"{key}: the environment's tools are {tools!r:.200}, but must be a list of JSON schemas of functions, "
                 "such as transformers.utils.get_json_schema(function) gives"
             ) from None
-        return cls(callable(getattr(environment, "open", None)), tools)
+        opens = getattr(environment, "has_openings", False) is True
+        return cls(callable(getattr(environment, "open", None)), tools, opens)
 
 
 def name_of_tool(tool: Mapping[str, Any]) -> Any:
@@ -86,25 +103,25 @@ class StepResult:
         return cls(observation, fields["reward"], verdict, fields["error"])
 
 
-def load_environment(spec: str, alarm_seconds: float = 0.0) -> Any:
-    """Build `calculator`, `pkg.mod:Name` or `file.py:Name`. Raises ValueError if it can't be built.
+def load_environment(key: str, specs: Sequence[str], alarm_seconds: float = 0.0) -> Any:
+    """Build the environment that a key's functions or classes make. Raises ValueError if it can't be built.
 
     After `alarm_seconds` of building, not counting imports, this process gets a SIGALRM.
     """
-    kind = BUILT_IN[spec] if spec in BUILT_IN else load_attribute(spec, KEY, BUILT_IN, kind="class")
+    build, spec = FORMS[key](key, specs), ", ".join(specs)
     try:
         signal.setitimer(signal.ITIMER_REAL, alarm_seconds)
-        environment = kind()
+        environment = build()
     except bdb.BdbQuit:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{KEY}: '{spec}' can't be built: {explain(error)}") from error
+        raise ValueError(f"{key}: '{spec}' can't be built: {explain(error)}") from error
     opens, steps = (callable(getattr(environment, name, None)) for name in ("open", "step"))
     if not (opens or steps):
-        raise ValueError(f"{KEY}: '{spec}' has no method step(episode) nor open(row); see docs/environments.md")
+        raise ValueError(f"{key}: '{spec}' has no method step(episode) nor open(row); see docs/environments.md")
     if opens and steps:
         raise ValueError(
-            f"{KEY}: '{spec}' has both open(row) and step(episode); leave step(turn) to the session that open returns, "
+            f"{key}: '{spec}' has both open(row) and step(episode); leave step(turn) to the session that open returns, "
             "or remove open if steps need no state of a row"
         )
     return environment
@@ -117,14 +134,15 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
         raise TimeoutError(f"it takes longer than environment.timeout_seconds = {settings['timeout_seconds']:g}")
 
     signal.signal(signal.SIGALRM, is_late)
-    steps = Steps(load_environment(specs[0], settings["timeout_seconds"]))
+    key = settings["key"]
+    steps = Steps(load_environment(key, specs, settings["timeout_seconds"]), key)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
         try:
             return asdict(steps.answer(message))
         except BaseException as error:
-            return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}"))
+            return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{key}: {explain(error)}"))
 
     return Loaded(answer, asdict(steps.facts), lambda: bool(steps.sessions))
 
@@ -132,9 +150,9 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
 class Steps:
     """Steps of an environment, with the sessions that this process holds."""
 
-    def __init__(self, environment: Any):
-        self._environment = environment
-        self.facts = EnvironmentFacts.of(environment)
+    def __init__(self, environment: Any, key: str = KEY):
+        self._environment, self._key = environment, key
+        self.facts = EnvironmentFacts.of(environment, key)
         self.sessions: dict[Hashable, Session] = {}
         self._unopened: dict[Hashable, StepResult] = {}
         """failures of rows that couldn't be opened"""
@@ -142,11 +160,15 @@ class Steps:
     def answer(self, message: dict[str, Any]) -> StepResult:
         """Open a row's session, take a step or close it; an exception becomes the verdict `CRASHED`."""
         if not self.facts.has_sessions:
-            return take_step(self._environment, message)
+            return take_step(self._environment, message, self._key)
         row = message[SESSION]
+        if OPENS in message:
+            return self._unopened.get(row) or result_of(
+                lambda: Observation(getattr(self.sessions[row], "opening", "")), self._key
+            )
         if "response" in message:
             turn = Turn.of({name: value for name, value in message.items() if name != SESSION})
-            return self._unopened.get(row) or result_of(lambda: self.sessions[row].step(turn))
+            return self._unopened.get(row) or result_of(lambda: self.sessions[row].step(turn), self._key)
         self._close(row)
         return self._open(row, message) if "turns" in message else StepResult()
 
@@ -166,7 +188,7 @@ class Steps:
                     session.step(replace(turn, observation=""))
             return End()
 
-        result = self._unopened[row] = result_of(begin)
+        result = self._unopened[row] = result_of(begin, self._key)
         if result.verdict is None:
             del self._unopened[row]
         return result
@@ -175,26 +197,26 @@ class Steps:
         self._unopened.pop(row, None)
         close = getattr(self.sessions.pop(row, None), "close", None)
         if callable(close):
-            result = result_of(lambda: (close(), End())[1])
+            result = result_of(lambda: (close(), End())[1], self._key)
             if result.verdict is not None:
                 show(f"a session couldn't be closed: {result.error}", stream=sys.stderr)
 
 
-def take_step(environment: Environment, message: dict[str, Any]) -> StepResult:
+def take_step(environment: Environment, message: dict[str, Any], key: str = KEY) -> StepResult:
     """Run one step of the environment and check its outcome; an exception becomes the verdict `CRASHED`."""
     turns, calls = tuple(map(Turn.of, message["turns"])), tuple(ToolCall(**call) for call in message["calls"])
     episode = Episode(**{**message, "turns": turns, "calls": calls, "problems": tuple(message["problems"])})
-    return result_of(lambda: environment.step(episode))
+    return result_of(lambda: environment.step(episode), key)
 
 
-def result_of(step: Callable[[], object]) -> StepResult:
+def result_of(step: Callable[[], object], key: str) -> StepResult:
     """Check what a step gives."""
     try:
         outcome = step()
     except bdb.BdbQuit:
-        return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {no_terminal('a debugger', 'environment')}")
+        return StepResult(verdict=Verdict.CRASHED, error=f"{key}: {no_terminal('a debugger', 'environment')}")
     except (Exception, SystemExit) as error:
-        return StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: {explain(error)}")
+        return StepResult(verdict=Verdict.CRASHED, error=f"{key}: {explain(error)}")
     if isinstance(outcome, Observation | Reply) and is_observation(outcome):
         return StepResult(observation=replace(outcome, reward=float(outcome.reward)))
     if isinstance(outcome, End):
@@ -208,7 +230,7 @@ def result_of(step: Callable[[], object]) -> StepResult:
         f"step gave {shown}, but must give Observation(text, before, after, reward) or Reply(messages, reward) of at "
         f"most {MAX_CHARACTERS} characters that UTF-8 has, End() or End(reward); rewards are finite numbers"
     )
-    return StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {problem}")
+    return StepResult(verdict=Verdict.MALFORMED, error=f"{key}: {problem}")
 
 
 def is_reward(value: Any) -> bool:

@@ -102,7 +102,8 @@ class Session(Protocol):
     """An object that lives in one process for the turns of one row, and may keep anything of it.
 
     It may also have `close()`, called once its row has ended, and `restore(turns)`. If its process was lost, or the run
-    resumes, the row is opened again; the turns so far are given to `restore`, or stepped through without it.
+    resumes, the row is opened again; the turns so far are given to `restore`, or stepped through without it. If its
+    environment has `has_openings`, its attribute `opening` is text that the prompt's last message ends with.
     """
 
     def step(self, turn: Turn) -> Observation | Reply | End:

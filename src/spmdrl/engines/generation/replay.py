@@ -140,7 +140,7 @@ class ReplayEngine:
         if self._has_turns != (response.turns is not None):
             how = "without" if self._has_turns else "with"
             raise ValueError(
-                f"row {row} of step {self._step} was recorded {how} an environment; use the environment.function of "
+                f"row {row} of step {self._step} was recorded {how} an environment; use the environment of "
                 "the recorded run"
             )
         return response

@@ -15,22 +15,12 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
-from spmdrl.engines.models.renderer import Messages, Renderer
+from spmdrl.engines.models.renderer import Messages, Renderer, unused_word
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
-_PROBE = "Tangerine"
 _ROLES = ("user", "tool")
 _NUM_SHOWN = 4
 """tokens shown of each side of a fork"""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """A prompt that is cut behind the content of its last message, so that the environment can add to it."""
-
-    prompt_ids: list[int]
-    after: str
-    """the template's text behind the cut, through the start of the model's turn"""
 
 
 @dataclass(frozen=True)
@@ -86,30 +76,6 @@ class Conversation:
     def __init__(self, renderer: Renderer):
         self._renderer, self._tokenizer = renderer, renderer.tokenizer
         self._forms: dict[tuple[str, ...], _Form] = {}
-
-    def opening(self, prompt: str | Messages, columns: Mapping[str, Any]) -> Opening:
-        """Cut a prompt behind its last message's content, which must be the user's.
-
-        `encode_foreign(observation, after=opening.after)` are the tokens through the start of the model's turn.
-        """
-        if not self._renderer.uses_template(prompt):
-            return Opening(self._tokenizer.begun(self._tokenizer.encode(self._renderer.prompt_text(prompt, {}))), "")
-        *before, last = self._renderer.messages(prompt)
-        if last["role"] != "user":
-            raise RowNotRendered(
-                f"the environment adds to the user's message that ends a prompt, but this one ends with the role "
-                f"'{last['role']}'; end it with the user's"
-            )
-        probe, content = _unused_word([*before, last]), last.get("content") or ""
-        marked = f"{content}{probe}" if isinstance(content, str) else [*content, {"type": "text", "text": probe}]
-        text = self._renderer.rendered([*before, {**last, "content": marked}], columns, add_generation_prompt=True)
-        if text.count(probe) != 1:
-            raise RowNotRendered(
-                f"the chat template writes the user's last message {text.count(probe)} times, so that nothing can be "
-                "added to its end; let the environment answer turns only"
-            )
-        head, _, after = text.partition(probe)
-        return Opening(self._tokenizer.encode(head), after)
 
     def after_turn(self, prompt: str | Messages, columns: Mapping[str, Any], last_id: int, new: Messages) -> list[int]:
         """Return the tokens that follow a model's turn: its end, unless `last_id` is that, and the new messages.
@@ -195,7 +161,7 @@ class Conversation:
 
     def _tail(self, form: _Form, prompt: Messages, columns: Mapping[str, Any], new: Messages, *, alone: bool) -> str:
         """Return the text behind the probe: of the turn alone, or through the start of the next one."""
-        probe = _unused_word([*prompt, *new])
+        probe = unused_word([*prompt, *new])
         turn = form.turn([message for message in new if message["role"] == "tool"], probe)
         messages = [*prompt, turn] if alone else [*prompt, turn, *new]
         _, found, tail = self._renderer.rendered(messages, columns, add_generation_prompt=not alone).rpartition(probe)
@@ -205,7 +171,7 @@ class Conversation:
 
     def _form(self, prompt: Messages, columns: Mapping[str, Any], new: Messages) -> _Form:
         """Find a form of the model's turn behind which the template writes all new messages, and the turn's end."""
-        word = _unused_word(prompt)
+        word = unused_word(prompt)
         new = [{**message, "content": f"{word}x{number}x"} for number, message in enumerate(new)]
         num_results = sum(message["role"] == "tool" for message in new)
         forms = [
@@ -238,14 +204,6 @@ class Conversation:
             # Templates may end the last turn by another token, such as gpt-oss's <|return|>.
             return {"end": other.text}
         return {"skipped": len(commonprefix([tail, alone]).rstrip())}
-
-
-def _unused_word(messages: Messages) -> str:
-    """Return a word that templates leave unchanged and these messages lack."""
-    text, number = json.dumps(list(messages), default=str), 0
-    while f"{_PROBE}{number}" in text:
-        number += 1
-    return f"{_PROBE}{number}"
 
 
 def _unused_letter(messages: Messages) -> str:

@@ -75,10 +75,13 @@ class Renderer:
 
     def __init__(
         self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (), *, has_openings: bool = False,
     ):  # fmt: skip
-        """`tools` are schemas of functions that every row has, beside those of its column."""
-        self.options, self.own_tools = options or TemplateOptions(), tools
+        """`tools` are schemas of functions that every row has, beside those of its column.
+
+        With `has_openings`, an environment adds to the last message of each prompt, behind which it is cut.
+        """
+        self.options, self.own_tools, self.has_openings = options or TemplateOptions(), tools, has_openings
         own = self.options.own_template()
         self.tokenizer = tokenizer if own is None else tokenizer.with_template(own)
 
@@ -118,14 +121,11 @@ class Renderer:
         return TokenizedPrompts(texts, flat, offsets, problems, sum(in_template))
 
     def prompt_text(self, prompt: str | Messages, columns: Mapping[str, Any]) -> str:
-        """Return the text before the answer; if messages end with an assistant's message, it is continued."""
+        """Return the text before the answer or opening; if messages end with an assistant's one, it is continued."""
+        if self.has_openings:
+            return self.cut(prompt, columns)[0]
         if not self.uses_template(prompt):
-            if self.own_tools:
-                raise RowNotRendered(
-                    "the environment has tools, which chat templates alone write, but the prompt is plain text; set "
-                    "data.chat_template: always"
-                )
-            return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
+            return _plain_prompt(prompt, self.own_tools)
         messages = self.messages(prompt)
         if messages[-1]["role"] != "assistant":
             return self.rendered(messages, columns, add_generation_prompt=True)
@@ -140,6 +140,27 @@ class Renderer:
                 "prompt ends with, so that it can't be continued"
             )
         return text
+
+    def cut(self, prompt: str | Messages, columns: Mapping[str, Any]) -> tuple[str, str]:
+        """Return a prompt's text through the content of its last message, the user's, and the text behind it."""
+        if not self.uses_template(prompt):
+            return _plain_prompt(prompt, self.own_tools), ""
+        *before, last = self.messages(prompt)
+        if last["role"] != "user":
+            raise RowNotRendered(
+                f"the environment adds to the user's message that ends a prompt, but this one ends with the role "
+                f"'{last['role']}'; end it with the user's"
+            )
+        probe, content = unused_word([*before, last]), last.get("content") or ""
+        marked = f"{content}{probe}" if isinstance(content, str) else [*content, {"type": "text", "text": probe}]
+        text = self.rendered([*before, {**last, "content": marked}], columns, add_generation_prompt=True)
+        if text.count(probe) != 1:
+            raise RowNotRendered(
+                f"the chat template writes the user's last message {text.count(probe)} times, so that nothing can be "
+                "added to its end; let the environment answer turns only"
+            )
+        head, _, after = text.partition(probe)
+        return head, after
 
     def answer(self, prompt: str | Messages, answer: str | Message, columns: Mapping[str, Any]) -> MarkedTokens:
         """Return a prompt and its answer through the template's end of turn; for plain text, through the first stop
@@ -357,6 +378,14 @@ class Renderer:
         return str(self.options.file or (named if named.is_file() else folder / "tokenizer_config.json"))
 
 
+def unused_word(messages: Messages) -> str:
+    """Return a word that templates leave unchanged and these messages lack."""
+    text, number = json.dumps(list(messages), default=str), 0
+    while f"{_PROBE}{number}" in text:
+        number += 1
+    return f"{_PROBE}{number}"
+
+
 def _tools_of(columns: Mapping[str, Any]) -> list[Any]:
     """Return the functions that a row's column `tools` lists, as objects or as JSON."""
     given = columns.get("tools")
@@ -377,6 +406,15 @@ def _without_null(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_null(entry) for key, entry in value.items() if entry is not None}
     return [_without_null(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _plain_prompt(prompt: str | Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    if tools:
+        raise RowNotRendered(
+            "the environment has tools, which chat templates alone write, but the prompt is plain text; set "
+            "data.chat_template: always"
+        )
+    return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
 
 
 def _plain_text(message: Message) -> str:

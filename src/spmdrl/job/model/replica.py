@@ -42,7 +42,7 @@ class Replica:
 
 def groups_at_once(config: Config, num_groups: int, group_size: int) -> dict[str, int]:
     """Return the number and size of groups of rows of which an engine computes the first tokens once."""
-    if config.rollout.partial_max_rounds > 1 or config.environment.function is not None:
+    if config.rollout.partial_max_rounds > 1 or config.environment.key is not None:
         # Rows that continue have first tokens of their own.
         num_groups, group_size = num_groups * group_size, 1
     return {"num_groups": num_groups, "group_size": group_size}

@@ -186,7 +186,7 @@ def identity_of_answers(config: Config, source: ModelSource, prompts: Sequence[P
         "rollout.max_completion_length": rollout.max_completion_length,
         "rollout.stop": list(rollout.stop),
         "rollout.ignore_eos": rollout.ignore_eos,
-        **({"environment.function": config.environment.function} if config.environment.function else {}),
+        **({config.environment.key: ", ".join(config.environment.specs)} if config.environment.key else {}),
     }
 
 

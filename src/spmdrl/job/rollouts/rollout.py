@@ -79,7 +79,7 @@ def build_rollout(
     with logs.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
     journal = None
-    if config.environment.function is not None and config.checkpoint.interval and replica.mesh.is_leader:
+    if config.environment.key is not None and config.checkpoint.interval and replica.mesh.is_leader:
         journal = Journal(logs.folder, world.rank, logs.start_step, saved_steps)
     turns = turns_of(config, prepared, replica, world.device.torch_device, stack, strikes, journal)
     quarantine = Quarantine(strikes, logs.folder, is_main=world.is_main, start_step=logs.start_step)

@@ -271,7 +271,7 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
         "rollout.num_generations": config.rollout.num_generations,
         "algo.name": config.algo.name,
         # Pending rows have turns or not.
-        "an environment": config.environment.function is not None,
+        "an environment": config.environment.key is not None,
     } if checked.offline is None else {f"{checked.section}.rows_per_step": checked.rows_per_step}  # fmt: skip
     if config.critic is not None and checked.offline is None:
         sizes[CRITIC] = "a model of its own" if config.critic.path else "the policy's weights"

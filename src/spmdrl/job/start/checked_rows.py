@@ -53,7 +53,7 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
             judged = train_rows if verb == "train" else []
             columns = pool.columns_taken()
             check_columns(columns, [*judged, *eval_rows])
-    if config.environment.function is not None and (are_judged or verb == "generate"):
+    if config.environment.key is not None and (are_judged or verb == "generate"):
         facts = check_environment(config, [*train_rows, *eval_rows])
     return replace(checked, train_rows=train_rows, eval_rows=eval_rows, columns_taken=columns, environment=facts)
 
@@ -76,7 +76,7 @@ def unread_columns(checked: CheckedRun) -> list[str]:
     """Return columns that neither prompt, answer nor reward functions read; none if that is unknown."""
     config = checked.config
     taken = {name.removesuffix("=") for names in checked.columns_taken.values() for name in names}
-    if "**" in taken or config.environment.function is not None or config.teacher is not None:
+    if "**" in taken or config.environment.key is not None or config.teacher is not None:
         return []
     taken |= _OF_TEMPLATES | ({config.reward_model.margin_key or ""} if checked.verb == "reward-model" else set())
     unread: dict[str, None] = {}
@@ -111,10 +111,7 @@ def check_environment(config: Config, sources: Sequence[SourceRows]) -> Environm
     Raises ValueError if one can't be built or opened, or if no turn would end.
     """
     if config.rollout.ignore_eos:
-        raise ValueError(
-            f"environment.function is {config.environment.function}, but rollout.ignore_eos lets no turn end; set it "
-            "to false"
-        )
+        raise ValueError(f"{config.environment}, but rollout.ignore_eos lets no turn end; set it to false")
     first = next((row for source in sources for row in source.rows), None)
     with EnvironmentPool(config.environment, 1) as pool, suppress(Unanswered):
         # The ranks of a job would open as many containers as it has.

@@ -103,7 +103,7 @@ class CheckedRun:
         """The worker states of a step, in order."""
         return schedule(
             self.needs, {state: self.role_of(state) for state in self.needs}, fuse=self.config.dock.fuse,
-            refills=bool(self.algorithm.max_refills), has_turns=self.config.environment.function is not None,
+            refills=bool(self.algorithm.max_refills), has_turns=self.config.environment.key is not None,
         )  # fmt: skip
 
     def layout_of(self, role: Role) -> UpdateLayout:
@@ -158,7 +158,7 @@ def states_of(config: Config, algorithm: Algorithm) -> dict[WorkerState, frozens
             "set critic={} for one that begins as the model itself, or critic.path to a value model"
         )
     _check_teacher(config, algorithm.columns_for_credit() | columns)
-    turns = {TURNS} if config.environment.function is not None else set()
+    turns = {TURNS} if config.environment.key is not None else set()
     copies = {COPIES} if algorithm.draws_rows else set()
     reads = {"prompt_ids", "response_ids", *columns, *replayed, *turns, *copies}
     scores = {SCORE_COLUMNS[part] for part in config.reward.parts_beside}
@@ -203,11 +203,8 @@ def check_judge(checked: CheckedRun) -> None:
             f"algo.max_refills is {algorithm.max_refills}, but reward.judge reads responses once all are generated, "
             "too late to generate more by its scores; set algo.max_refills to 0"
         )
-    if config.environment.function is not None:
-        raise ValueError(
-            f"environment.function is {config.environment.function}, but reward.judge reads responses of one turn; "
-            "leave out one of them"
-        )
+    if config.environment.key is not None:
+        raise ValueError(f"{config.environment}, but reward.judge reads responses of one turn; leave out one of them")
 
 
 def check_credit(checked: CheckedRun) -> None:

@@ -15,6 +15,7 @@ from spmdrl.config.config import Config
 from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
 from spmdrl.dataflow.stages.inference import TeachersPrompts
+from spmdrl.engines.environment.environment_runner import EnvironmentFacts
 from spmdrl.engines.environment.tool_calls import check_tools
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.foreign_folder import try_folder
@@ -138,9 +139,9 @@ def prepare(
     if JUDGE in sources:
         # Raises ValueError if no token would end a verdict.
         ModelTokenizer(sources[JUDGE].folder)
-    tools = (checked.environment and checked.environment.tools) or []
-    renderer, vocab_size = Renderer(tokenizer, config.data.template, tools), source.decoder.vocab_size
-    if tools:
+    facts, vocab_size = checked.environment or EnvironmentFacts(False, None), source.decoder.vocab_size
+    renderer = Renderer(tokenizer, config.data.template, facts.tools or [], has_openings=facts.has_openings)
+    if facts.tools:
         check_tools(renderer)
     learnt = LearntRows(renderer, config.sft.turns if checked.verb == "sft" else "last")
     decoder = source.decoder

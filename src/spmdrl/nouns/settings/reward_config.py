@@ -159,8 +159,38 @@ class EnvironmentConfig(ProcessesConfig):
     function: str | None = None
     """environment: calculator, or a class pkg.mod:Name or file.py:Name with a method open(row), which returns an object
     for the row's turns, or step(episode), without state; null: none, each response is one turn"""
+    tools: tuple[str, ...] = ()
+    """functions that the model may call, pkg.mod:name or file.py:name, in TRL's form: a row goes on until a turn has no
+    call. In place of function"""
+    factory: str | None = None
+    """class pkg.mod:Name or file.py:Name in the form of TRL's environment_factory: an object per row, begun by
+    reset(**row), whose public methods the model may call, and get_reward. In place of function"""
     open_timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 60.0
     """time limit of open(row); to open a row again adds timeout_seconds for each of its turns"""
     return_after_steps: Annotated[int, Ge(0)] = 2
     """engine steps between the end of a row's turn and its continuation; fixed, so that a run repeats bit for bit. The
     engine waits for an environment that takes longer; a slow one needs more; 0: wait for each step at once"""
+
+    def __post_init__(self) -> None:
+        if len(self._named) > 1:
+            raise ValueError(f"{' and '.join(self._named)} are set, but a run has one environment; leave one of them")
+
+    @property
+    def _named(self) -> dict[str, tuple[str, ...]]:
+        one_each = {"environment.function": self.function, "environment.factory": self.factory}
+        return {key: (spec,) for key, spec in one_each.items() if spec is not None} | (
+            {"environment.tools": self.tools} if self.tools else {}
+        )
+
+    @property
+    def key(self) -> str | None:
+        """Key that names the environment; None without one."""
+        return next(iter(self._named), None)
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """Functions or classes that it names."""
+        return next(iter(self._named.values()), ())
+
+    def __str__(self) -> str:
+        return f"{self.key} is {', '.join(self.specs)}"

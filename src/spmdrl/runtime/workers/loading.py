@@ -43,7 +43,8 @@ def load_attribute(spec: str, key: str, built_in: Iterable[str], kind: Kind) -> 
     if not where or not attribute:
         close = difflib.get_close_matches(spec, built_in, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"write pkg.mod:{kind} or file.py:{kind}"
-        raise ValueError(f"{key}: '{spec}' is neither {' nor '.join(built_in)} nor module:{kind}; {hint}")
+        known = " nor ".join([*built_in, f"module:{kind}"])
+        raise ValueError(f"{key}: '{spec}' is {'neither' if built_in else 'not'} {known}; {hint}")
     try:
         module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
     except bdb.BdbQuit:

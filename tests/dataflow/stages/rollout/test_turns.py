@@ -63,7 +63,7 @@ def turns_of(pool: EnvironmentPool, return_after: int = 2, vocab_size: int = TIN
     lockstep = Lockstep(mesh.expert, chosen_device())
     return RolloutTurns(
         pool, mesh, lockstep=lockstep, decode=decode, decode_all=decode, read=lambda *_: TurnParts(), encode=encode,
-        vocab_size=vocab_size, return_after=return_after,
+        vocab_size=vocab_size, return_after=return_after, has_openings=False,
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def test_rows_recorded_with_an_environment_are_refused_without_one(pool, tmp_pat
                 responses, key=lambda each: each.row
             )
         else:
-            with pytest.raises(ValueError, match="recorded with an environment; use the environment.function"):
+            with pytest.raises(ValueError, match="recorded with an environment; use the environment of"):
                 engine.submit([one.request(SAMPLING)])
 
 

@@ -9,7 +9,7 @@ import torch
 
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rows import turn_texts
-from spmdrl.engines.environment.episode import Episode, Turn, TurnParts
+from spmdrl.engines.environment.episode import Episode, Row, Turn, TurnParts
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
 from spmdrl.runtime.workers.verdict import Outcome
 
@@ -26,6 +26,7 @@ class TurnRow:
     prompt: Prompt
     so_far: PartialResponse = field(default_factory=lambda: PartialResponse((), (), (), None, ()))
     turn: int = 1
+    """number of the present one; 0 before a row's opening"""
     start: int = 0
     """number of tokens before the present turn"""
     outcome: Outcome | None = None
@@ -107,11 +108,16 @@ class TurnRow:
         )
         self.begin_turn()
 
+    def begin(self) -> Row:
+        """Return the row as the environment sees it before its opening."""
+        self.turn = 0
+        return Row(self.prompt.original, dict(self.prompt.columns), self.request.seeds[self.member])
+
     def episode(self, decode: Decode, read: ReadTurn) -> Episode:
         """Return the row as the environment sees it at the end of the present turn."""
         given = self.so_far
         assert given.turns is not None
-        texts = turn_texts(given.token_ids, given.turns, decode)
+        texts = turn_texts(given.token_ids, given.turns, decode)[given.turns[0] == 0 :]
         for turn in range(len(self.parts) + 1, len(texts) + 1):
             ids = [token for token, of_turn in zip(given.token_ids, given.turns, strict=True) if of_turn == turn]
             self.parts.append(read(self.prompt, ids))

@@ -1,5 +1,7 @@
 """Rollouts in turns: the model writes, an environment replies, until it ends the row.
 
+Environments with openings are asked for a row's first text before the model's first turn.
+
     in the engine --turn ended--> waiting for a step --observation--> in the engine
           |                               |
           +--no tokens left--> ended <----+--End, failure, or no room for what it answers
@@ -24,7 +26,7 @@ from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_reque
 from spmdrl.dataflow.stages.rollout.turn_row import ReadTurn, TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
-from spmdrl.engines.environment.episode import Observation, Reply, TurnParts
+from spmdrl.engines.environment.episode import Observation, Reply, Row, TurnParts
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.environment.tool_calls import TurnReader
 from spmdrl.engines.generation.native.row_steps import Lockstep
@@ -52,6 +54,7 @@ class RolloutTurns:
     def __init__(
         self, pool: EnvironmentPool | None, mesh: GenerationMesh, *, lockstep: Lockstep, decode: Decode,
         decode_all: Decode, read: ReadTurn, encode: EncodeRead, vocab_size: int, return_after: int,
+        has_openings: bool,
     ):  # fmt: skip
         """`lockstep` connects the replicas that step together; `return_after` counts engine steps.
 
@@ -68,6 +71,7 @@ class RolloutTurns:
         self._encode = encode
         self._vocab_size = vocab_size
         self._return_after = return_after
+        self._has_openings = has_openings
 
     def run(
         self, engine: AnsweringEngine, requests: Sequence[Request], prompts: Sequence[Prompt],
@@ -83,8 +87,11 @@ class RolloutTurns:
             for member, row in enumerate(request.rows)
         }
         request_of = {row: number for number, request in enumerate(requests) for row in request.rows}
+        opened = [row for row in rows.values() if self._has_openings and not row.so_far.token_ids]
+        for one in opened:
+            self._ask(one, one.begin())
         engine.submit([first for request in requests for first in _first_requests(request, rows)])
-        waiting: dict[int, int] = {}
+        waiting = {one.row: 0 for one in opened}
         activity.rows = partial(_open_rows, rows, waiting)
         num_steps = 0
         while (runs := engine.has_work) or self._lockstep.most(len(waiting)) != [0]:
@@ -125,8 +132,12 @@ class RolloutTurns:
         if response.finish != "stop":
             return [row.response(response.finish)]
         if self._pool is not None:
-            self._pool.submit(row.row, row.episode(self._decode, self._read), Subject(row.prompt.id, row.prompt.text))
+            self._ask(row, row.episode(self._decode, self._read))
         return []
+
+    def _ask(self, row: TurnRow, begun: Row) -> None:
+        if self._pool is not None:
+            self._pool.submit(row.row, begun, Subject(row.prompt.id, row.prompt.text))
 
     def _bring_back(
         self, engine: AnsweringEngine, due: Sequence[TurnRow], meanwhile: Meanwhile | None
@@ -199,7 +210,7 @@ def _open_rows(rows: Mapping[int, TurnRow], waiting: Mapping[int, int]) -> str:
 def _first_requests(request: Request, rows: dict[int, TurnRow]) -> list[Request]:
     """Return the first requests: one for all rows without tokens, so that their prompt is computed once."""
     begun = [rows[row] for row in request.rows if rows[row].so_far.token_ids]
-    fresh = [member for member, row in enumerate(request.rows) if not rows[row].so_far.token_ids]
+    fresh = [member for member, row in enumerate(request.rows) if rows[row].turn and not rows[row].so_far.token_ids]
     requests = [row.turn_request() for row in begun]
     if fresh:
         numbers, seeds = ([values[member] for member in fresh] for values in (request.rows, request.seeds))
@@ -212,14 +223,15 @@ def build_turns(
     *, vocab_size: int, strikes: Strikes | None = None, journal: Journal | None = None,
 ) -> RolloutTurns | None:  # fmt: skip
     """Build turns with a configuration's environment, closed with the stack; None without one."""
-    if config.function is None:
+    if config.key is None:
         return None
     pool = stack.enter_context(EnvironmentPool(config, strikes=strikes, journal=journal)) if mesh.is_leader else None
     tokenizer, conversation, reader = renderer.tokenizer, Conversation(renderer), TurnReader(renderer)
 
     def encode(row: TurnRow, read: Observation | Reply) -> list[int]:
         if isinstance(read, Observation):
-            return tokenizer.encode_foreign(read.text, read.before, read.after)
+            after = read.after if row.turn else renderer.cut(row.prompt.original, row.prompt.columns)[1]
+            return tokenizer.encode_foreign(read.text, read.before, after)
         prompt = row.prompt
         return conversation.after_turn(prompt.original, prompt.columns, row.so_far.token_ids[-1], read.messages)
 
@@ -231,4 +243,5 @@ def build_turns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
         decode=tokenizer.decode, decode_all=tokenizer.decode_all, read=read, encode=encode,
         vocab_size=vocab_size, return_after=config.return_after_steps,
+        has_openings=renderer.has_openings,
     )  # fmt: skip
