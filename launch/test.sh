@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 prepare_environment dev
+# Set in some containers: each of thousands of processes would compile what it imports.
+unset PYTHONDONTWRITEBYTECODE
 cores=$(getconf _NPROCESSORS_ONLN)
 # Tests start up to four ranks, which wait for each other half of the time, so that two workers leave two cores idle for
 # a quarter of it.
