@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import ROOT, environment, finished, job_command, run_job, tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.jobs import begin_job, finished, run_job, tiny_config
+from tests.support.ranks import end, run_ranks
 
 from spmdrl.job.rollouts.kept_answers import FOLDER, KeptAnswers
 from spmdrl.resources.world import World
@@ -78,17 +77,16 @@ def test_half_a_line_at_the_end_is_no_answer_and_nothing_is_appended_to_it(tmp_p
     assert [json.loads(line) for line in again.gathered()] == answers_of(1, 2, 3)
 
 
-def kill_in_the_middle(command: list[str], folder: Path) -> list[dict]:
+def kill_in_the_middle(settings: list[str | Path], folder: Path) -> list[dict]:
     """Start `generate`, kill it once some answers are on disk, and return those."""
     pattern = f"generate/*/{FOLDER}/rank_00000.jsonl"
-    job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = begin_job("generate", *settings)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and job.poll() is None:
+    while time.monotonic() < deadline and job.exitcode is None:
         if any(part.read_bytes().count(b"\n") >= 32 for part in folder.glob(pattern)):
             break
         time.sleep(0.005)
-    job.kill()
-    job.wait()
+    end(job, grace_seconds=0.0)
     [part] = folder.glob(pattern)
     return [json.loads(line) for line in part.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
@@ -97,7 +95,7 @@ def kill_in_the_middle(command: list[str], folder: Path) -> list[dict]:
 def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on(tmp_path):
     config, folder = tiny_config(tmp_path), tmp_path / "killed"
     settings = [config, *SETTINGS, f"run.dir={folder}"]
-    left = kill_in_the_middle(job_command("generate", *settings), folder)
+    left = kill_in_the_middle(settings, folder)
     assert 32 <= len(left) < NUM_ROWS and not any(folder.glob("generate/*/generated.jsonl"))
     resumed = finished(run_job("generate", *settings))
     assert f"has {len(left)} of {NUM_ROWS} rows" in resumed.stderr

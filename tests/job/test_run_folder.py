@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import environment, finished, job_command, run_job, summary_of, tiny_config
+from tests.support.jobs import begin_job, finished, run_job, summary_of, tiny_config
+from tests.support.ranks import end
 
 from spmdrl.engines.training.checkpoints.manifest import Manifest, describe_file, read_manifest
 from spmdrl.job.run import run_folder
@@ -142,25 +143,22 @@ def test_a_second_job_in_a_folder_is_refused_and_does_not_disturb_the_first(tmp_
     reward = tmp_path / "slow.py"
     reward.write_text(SLOW_REWARD)
     settings = [f"run.dir={folder}", f"reward.functions=[{reward}:fn]", "train.max_steps=50"]
-    first = subprocess.Popen(
-        job_command("train", config, *settings), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    first = begin_job("train", config, *settings)
     try:
         deadline = time.monotonic() + 90
         while not (folder / "metrics.jsonl").exists():
-            assert first.poll() is None and time.monotonic() < deadline
+            assert first.exitcode is None and time.monotonic() < deadline
             time.sleep(0.05)
         before = (folder / "metrics.jsonl").read_bytes()
         second = run_job("train", config, f"run.dir={folder}", ranks=2)
         assert f"in use by process {first.pid} on " in second.stderr and "set run.dir to another" in second.stderr
         assert second.returncode == 2 and "Traceback" not in second.stderr
-        assert first.poll() is None and (folder / "metrics.jsonl").read_bytes().startswith(before)
+        assert first.exitcode is None and (folder / "metrics.jsonl").read_bytes().startswith(before)
         # Reading is free.
         assert run_job("report", folder).returncode == 0
         assert "still running" in (folder / "report.html").read_text()
     finally:
-        first.kill()
-        first.wait()
+        end(first, grace_seconds=0.0)
 
 
 def test_a_run_is_evaluated_by_its_newest_sound_model(run_copy, tmp_path):

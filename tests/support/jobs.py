@@ -139,6 +139,13 @@ def run_job(
         return subprocess.CompletedProcess(command, code, *(screen.read_text() for screen in screens))
 
 
+def begin_job(verb: str, *arguments: str | Path) -> BaseProcess:
+    """Start a verb on one rank as `run_job` does, without waiting for its end and without what it prints."""
+    Uses.count += 1
+    own, nowhere = environment(**{VARIABLE: chosen_kind()}), [Path(os.devnull)] * 2
+    return fork(be_job, own, nowhere, _arguments(chosen_kind(), verb, *arguments), None)
+
+
 def be_job(
     own: dict[str, str], screens: Sequence[Path], command: list[str], prepare: Callable[[], object] | None
 ) -> None:
