@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.jobs import finished, launch_job, metrics_of, run_job, summary_of, tiny_config
+from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
 
 from spmdrl.engines.training.checkpoints.checkpoint import CheckpointStore
 from spmdrl.engines.training.checkpoints.manifest import damage
@@ -195,7 +195,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.slow
 def test_a_disk_that_is_too_small_is_refused_before_the_model_is_loaded(tmp_path):
     with small_disk(tmp_path / "disk", 300 * 1024) as disk:
-        job = launch_job("train", tiny_config(tmp_path), f"run.dir={disk / 'run'}", "train.max_steps=30",
+        job = run_job("train", tiny_config(tmp_path), f"run.dir={disk / 'run'}", "train.max_steps=30",
                          "checkpoint.interval=1")  # fmt: skip
         assert job.returncode == 2 and "Traceback" not in job.stderr
         assert "bytes of random weights (model.make) and 3 checkpoints of " in job.stderr
