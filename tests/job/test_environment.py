@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.bench.faults.planned_faults import MODULE, VARIABLE
+from tests.bench.faults.planned_faults import VARIABLE
 from tests.support.jobs import (
     ROOT,
+    be_job,
     environment,
     finished,
     metrics_of,
@@ -24,6 +23,7 @@ from tests.support.jobs import (
     untimed,
     weights_digest,
 )
+from tests.support.ranks import end, fork
 
 from spmdrl.engines.generation.protocol import ENDS
 
@@ -298,21 +298,24 @@ class Session:
 """
 
 
-def killed_at(fault: str, *arguments: str | Path) -> None:
+def killed_at(fault: str, screen: Path, *arguments: str | Path) -> None:
     """Kill a job that hangs at a fault point, once the answers that were under way have come."""
-    command = [sys.executable, "-m", MODULE, "train", *map(str, arguments)]
-    own = environment(**{VARIABLE: fault})
-    with subprocess.Popen(command, env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True) as job:
-        said = next((line for line in job.stderr if "comes now" in line), None)
+    screen.write_text("")
+    words = ["train", *map(str, arguments)]
+    job = fork(be_job, environment(**{VARIABLE: fault}), [screen, screen], words, None)
+    try:
+        while "comes now" not in screen.read_text():
+            assert job.exitcode is None, f"{fault} never came: {screen.read_text()}"
+            time.sleep(0.02)
         time.sleep(0.5)
-        job.kill()
-    assert said is not None, f"{fault} never came"
+    finally:
+        end(job, grace_seconds=0.0)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_session_with_a_clock_is_asked_once_wherever_the_job_is_killed(tmp_path):
-    config, tool = tiny_config(tmp_path), tmp_path / "clock.py"
+    config, tool, screen = tiny_config(tmp_path), tmp_path / "clock.py", tmp_path / "screen"
     tool.write_text(IMPURE)
 
     def settings(name: str) -> list[str]:
@@ -320,11 +323,11 @@ def test_a_session_with_a_clock_is_asked_once_wherever_the_job_is_killed(tmp_pat
 
     killed = settings("killed")
     # While rows decode and others wait for their return, in a call, while a checkpoint is saved, and in an update.
-    killed_at("generate:0:1:hang:6", config, *killed)
+    killed_at("generate:0:1:hang:6", screen, config, *killed)
     (tmp_path / "kill").touch()
     assert run_job("train", config, *killed).returncode != 0
-    killed_at("checkpoint.rename:0:2:hang", config, *killed)
-    killed_at("forward:0:3:hang", config, *killed)
+    killed_at("checkpoint.rename:0:2:hang", screen, config, *killed)
+    killed_at("forward:0:3:hang", screen, config, *killed)
     finished(run_job("train", config, *killed))
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert len({call for call, _ in calls}) == len(calls) > 100
