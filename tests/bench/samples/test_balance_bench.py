@@ -36,7 +36,7 @@ def test_ranks_wait_for_the_slowest_of_each_micro_batch():
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_real_steps_are_compared_in_one_run(tmp_path):
-    sizes = ["--groups", "64", "--rounds", "1", "--prompts", "8", "--length", "64", "--steps", "2"]
+    sizes = ["--groups", "64", "--rounds", "1", "--prompts", "4", "--length", "32", "--steps", "1"]
     main(["balance", *sizes, "--json", str(tmp_path / "out.json")])
     content = json.loads((tmp_path / "out.json").read_text())
     assert set(content["ratios"]) == {"step", "generation", "update"}
