@@ -29,11 +29,10 @@ def wedged_so_far(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("ranks", "cost", "verdict", "reason"),
     [
-        pytest.param(1, "time.sleep(60)", "timed_out", "reward.timeout_seconds", marks=pytest.mark.slow),
         (2, "time.sleep(60)", "timed_out", "reward.timeout_seconds"),
         (1, "os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL"),
     ],
-    ids=["wedges", "wedges on one of two ranks", "kills"],
+    ids=["wedges on one of two ranks", "kills"],
 )
 def test_a_prompt_that_costs_two_processes_is_put_in_quarantine(tmp_path, ranks, cost, verdict, reason):
     config = tiny_config(tmp_path)
@@ -62,9 +61,7 @@ def test_a_prompt_that_costs_two_processes_is_put_in_quarantine(tmp_path, ranks,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("ranks", "hangs"), [(1, 1), *(pytest.param(ranks, 2, marks=pytest.mark.slow) for ranks in (1, 2))]
-)
+@pytest.mark.parametrize(("ranks", "hangs"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_a_prompt_that_hangs_the_job_twice_does_not_a_third_time(tmp_path: Path, ranks: int, hangs: int) -> None:
     config = tiny_config(tmp_path)
     (tmp_path / "wedge.py").write_text(REWARD.replace("COST", "time.sleep(600)"))
