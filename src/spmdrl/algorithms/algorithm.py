@@ -131,8 +131,9 @@ class Algorithm(ABC):
         rewards_R = inputs.rewards_B.new_zeros(int(inputs.lengths_B.sum()))
         if "turn_rewards" in inputs.columns:
             rewards_R += inputs.columns.values("turn_rewards")
-        earned_B = row_sums(rewards_R.double(), inputs.lengths_B)
-        rewards_R[inputs.lengths_B.cumsum(0) - 1] += (inputs.rewards_B - earned_B).to(rewards_R)
+        rest_B = (inputs.rewards_B - row_sums(rewards_R.double(), inputs.lengths_B)).to(rewards_R)
+        has_tokens_B = inputs.lengths_B > 0
+        rewards_R[inputs.lengths_B.cumsum(0)[has_tokens_B] - 1] += rest_B[has_tokens_B]
         return rewards_R
 
     def credit_metrics(self, inputs: CreditInputs) -> Mapping[str, Tensor]:

@@ -276,7 +276,7 @@ class CreditInputs:
     groups_B: Tensor
     """int64, the prompt that each row answers"""
     lengths_B: Tensor
-    """int64, tokens per row that the model wrote; at least 1"""
+    """int64, tokens per row that the model wrote; 0 only if an environment couldn't open it, or left no room"""
     columns: Batch
     """columns that the algorithm reads; of response tokens, only the model's"""
     settings: CreditSettings

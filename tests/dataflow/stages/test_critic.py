@@ -203,6 +203,17 @@ def test_what_an_environment_wrote_has_no_return_and_discounts_none():
     assert np.isnan(unrated).all(), "not missing, as advantages may wait for them"
 
 
+def test_a_row_that_could_not_be_opened_changes_no_return_of_another():
+    batch = Batch.of_rows(range(4))
+    batch.put_lists("response_ids", [[1, 1], [], [1, 1], []], torch.int32)
+    batch.put_lists("turns", [[1, 1], [], [0, 1], []], torch.int16)
+    batch.put_lists("turn_rewards", [[0.0, 0.0], [], [0.0, 0.0], []], torch.float32)
+    batch.put_dense("reward", torch.tensor([8.0, float("nan"), 4.0, float("nan")]))
+    samples = Rewarded(batch)
+    ReturnsStage(CriticConfig(gamma=0.5), SETTINGS)(samples, Grpo(GrpoConfig()))
+    assert samples.columns.to_lists("returns") == [[4.0, 8.0], [], [0.0, 4.0], []]
+
+
 @given(st.integers(0, 99), st.floats(0, 1), st.floats(0, 1))
 def test_advantages_of_rewarded_turns_are_those_of_numpy(seed, gamma, lam):
     """Generalized advantages over the model's tokens alone, each turn's reward with the last one."""

@@ -87,7 +87,7 @@ def test_an_opening_that_fails_or_has_no_room_ends_its_row():
         assert response.outcome.verdict is Verdict.CRASHED and problem in response.outcome.error
         assert response.outcome.error.startswith("environment.factory: ") and not response.token_ids
     _, response = run(factory("Counter"), [], {"goal": 3}, max_tokens=4)
-    assert response.finish == "length" and response.outcome is None
+    assert response.outcome.verdict is Verdict.LEFT_OUT and response.end == "length", "nothing is there to be judged"
 
 
 def test_a_recorded_opening_stands(tmp_path):

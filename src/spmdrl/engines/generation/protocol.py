@@ -115,9 +115,11 @@ class Response:
     @property
     def end(self) -> str:
         """Reason for the end of a row with an environment, one of `ENDS`."""
-        if self.outcome is not None and not self.outcome.verdict.has_reward:
-            return self.outcome.verdict.name.lower()
-        return "length" if self.finish == "length" else "ended"
+        if self.finish == "length":
+            return "length"
+        if self.outcome is None or self.outcome.verdict.has_reward:
+            return "ended"
+        return self.outcome.verdict.name.lower()
 
     @property
     def last_turn(self) -> tuple[int, ...]:

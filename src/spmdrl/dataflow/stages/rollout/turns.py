@@ -178,6 +178,8 @@ class RolloutTurns:
                 row.outcome = Outcome(None, Verdict.MALFORMED, str(error))
                 return "stop"
             if len(token_ids) >= row.num_left:
+                if row.turn == 0:
+                    row.outcome = Outcome(None, Verdict.LEFT_OUT)  # The model wrote nothing to be judged.
                 return "length"
             row.read(token_ids, version)
             return None
