@@ -36,7 +36,7 @@ pytestmark = [
 QUICKSTART = (
     str(ROOT / "configs/debug/quickstart.yaml"),
     # Wide enough for what rounds each tensor's size up, and for tensors of a few numbers, to be little.
-    "model.make.hidden_size=256", "model.make.intermediate_size=768",
+    "model.make.hidden_size=256", "model.make.intermediate_size=768", "model.make.num_hidden_layers=2",
     "sft.max_steps=2", "sft.rows_per_step=32", "rollout.prompts_per_step=4", "rollout.num_generations=4",
     "optim.warmup_steps=0", "train.max_steps=2", "eval.max_rows=8", "reshard.swap=always", "checkpoint.interval=1",
 )  # fmt: skip
@@ -206,7 +206,7 @@ def test_state_is_swapped_where_the_device_is_too_small_for_all_of_it(
     quickstart: list[str], one_rank: Path, tmp_path: Path
 ) -> None:
     settings = [*quickstart, "reshard.swap=auto", f"run.dir={tmp_path}"]
-    job = on_device("train", *settings, prepare=partial(with_memory, 128))
+    job = on_device("train", *settings, prepare=partial(with_memory, 64))
     assert "swap: at every switch, else" in job.stdout
     assert summary_of(tmp_path)["swap"]["swaps"] and learnt(tmp_path, 2) == learnt(one_rank, 2)
 
