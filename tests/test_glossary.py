@@ -19,6 +19,7 @@ ELSEWHERE = {
     "reward/programs/{verdict}", "reward/quarantined",
     "router/bias_abs_max", "log/refused_writes", "log/warnings", "environment/turns", "environment/tokens",
     "environment/ends/{reason}", "environment/seconds", "environment/open_seconds",
+    "environment/seconds/{tool}", "environment/errors/{tool}",
     "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
     "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",
     "judge/unread", "judge/unasked", "fusion/waited_seconds/{stage}", "fusion/hidden_seconds/{stage}",

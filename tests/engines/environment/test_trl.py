@@ -11,6 +11,7 @@ from tests.dataflow.stages.rollout.scripted import ended_row
 from tests.support.tool_templates import renderer_of
 
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
+from spmdrl.engines.environment.episode import Episode, ToolCall
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
@@ -73,6 +74,23 @@ def test_an_object_per_row_begins_it_takes_calls_and_rewards_it(isolation):
     ]
     assert response.outcome.reward == 1.0 and response.turns[0] == 0
     assert run(factory("Counter", isolation), ["No."], {"goal": 3})[1].outcome.reward == 0.0
+
+
+def test_seconds_and_errors_are_counted_by_tool():
+    with EnvironmentPool(tools("multiply", "wait", isolation="process")) as pool:
+        for row, calls in enumerate((
+            [ToolCall("multiply", {"a": 6, "b": 7}), ToolCall("wait", {"seconds": 0.02})],
+            [ToolCall("multiply", {"a": 6}), ToolCall("wait", {"seconds": 0.02})],
+            [ToolCall("divide", {})],
+        )):  # fmt: skip
+            pool.submit(row, Episode(PROMPT, {}, row, (), "", calls=tuple(calls)))
+        pool.collect(range(3))
+        figures = pool.take_figures()
+        assert not pool.take_figures()
+    assert (figures["errors/multiply"], figures["errors/wait"]) == ([0.0, 1.0], [0.0, 0.0])
+    by_tool = {f"{what}/{tool}" for what in ("seconds", "errors") for tool in ("multiply", "wait")}
+    assert figures.keys() == by_tool | {"open_seconds", "seconds"}, "not by names that the model made up"
+    assert len(figures["seconds"]) == len(figures["open_seconds"]) == 3 and min(figures["seconds/wait"]) > 0.02
 
 
 def test_a_row_without_an_opening_is_the_templates_own_and_rewards_may_be_awaited():

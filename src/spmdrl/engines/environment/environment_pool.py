@@ -15,6 +15,7 @@ from spmdrl.engines.environment.environment_runner import (
     StepResult,
     Steps,
     load_environment,
+    name_of_tool,
     read_step,
 )
 from spmdrl.engines.environment.episode import Episode, Row, Turn
@@ -61,7 +62,9 @@ class EnvironmentPool:
         self._journal = journal
         self._open: set[Hashable] = set()
         """rows with a session"""
-        self._seconds = defaultdict[str, list[float]](list)
+        self._called: dict[Hashable, set[str]] = {}
+        """tools that the turns under way called"""
+        self._figures = defaultdict[str, list[float]](list)
         self._calls = CallPool(
             setup,
             self,
@@ -71,6 +74,7 @@ class EnvironmentPool:
             strikes=strikes,
         )
         self.facts = steps.facts if steps is not None else EnvironmentFacts(**self._calls.facts)
+        self._tools = set(map(name_of_tool, self.facts.tools or ()))
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -87,6 +91,8 @@ class EnvironmentPool:
         if self._journal is not None and (known := self._journal.find(key, message)) is not None:
             self._calls.deliver(key, known)
             return
+        if isinstance(row, Episode):
+            self._called[key] = self._tools.intersection(call.name for call in row.calls)
         if not self.facts.has_sessions:
             self._calls.submit([Call(key, message, subject=subject)])
             return
@@ -135,9 +141,12 @@ class EnvironmentPool:
         """Wait for the results of these steps and take them out, in the order of `keys`."""
         return self._calls.collect(keys)
 
-    def take_seconds(self) -> Mapping[str, Sequence[float]]:
-        """Return the seconds of answered steps, and of opened sessions, since the last call of this."""
-        taken, self._seconds = self._seconds, defaultdict(list)
+    def take_figures(self) -> Mapping[str, Sequence[float]]:
+        """Return figures of the steps and openings since the last call of this, by their metrics' names.
+
+        `seconds` are of answered ones; `errors/{tool}` has 1 for a step that called the tool and failed, else 0.
+        """
+        taken, self._figures = self._figures, defaultdict(list)
         return taken
 
     def close(self) -> None:
@@ -149,8 +158,10 @@ class EnvironmentPool:
 
     def read(self, answer: Any, call: PendingCall, seconds: float) -> StepResult | None:
         """Return the result in a worker's message; None if something else wrote it."""
-        if not call.is_last:
-            self._seconds["open_seconds" if call.key is None else "seconds"].append(seconds)
+        tools = self._called.get(call.key)
+        kinds = [] if tools is None else ["seconds", *(f"seconds/{tool}" for tool in tools)]
+        for kind in ["open_seconds"] if call.key is None and not call.is_last else kinds:
+            self._figures[kind].append(seconds)
         result = read_step(answer)
         return result and self._kept(call.key, result)
 
@@ -159,6 +170,9 @@ class EnvironmentPool:
         return self._kept(call.key, StepResult(verdict=verdict, error=error))
 
     def _kept(self, key: Hashable, result: StepResult) -> StepResult:
+        errors = getattr(result.observation, "errors", ())
+        for tool in self._called.pop(key, ()):
+            self._figures[f"errors/{tool}"].append(float(result.verdict is not None or tool in errors))
         if self._journal is not None and key is not None:
             self._journal.add(key, result)
         return result

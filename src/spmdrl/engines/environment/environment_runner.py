@@ -249,7 +249,8 @@ def is_observation(value: Any) -> bool:
         try:
             written = json.dumps(value.messages, ensure_ascii=False)
             are_objects = all(isinstance(message, Mapping) for message in value.messages)
-            return are_objects and len(written) <= MAX_CHARACTERS and bool(written.encode())
+            are_names = all(isinstance(name, str) for name in value.errors)
+            return are_objects and are_names and len(written) <= MAX_CHARACTERS and bool(written.encode())
         except (TypeError, ValueError, RecursionError):
             return False
     texts = (value.before, value.text, value.after)

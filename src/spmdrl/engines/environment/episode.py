@@ -88,6 +88,8 @@ class Reply:
     """the user's, and tools' results with `name`, the function's; special tokens in their texts aren't recognised"""
     reward: float = 0.0
     """reward of the turn, a part of the row's"""
+    errors: Sequence[str] = ()
+    """names of the functions that failed, for metrics"""
 
 
 @dataclass(frozen=True)

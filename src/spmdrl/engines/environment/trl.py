@@ -87,16 +87,20 @@ class ToolSession:
     def step(self, turn: Turn) -> Reply | End:
         """Run the turn's calls, coroutines among them together."""
         if turn.calls or turn.problems:
-            return Reply(self._loop.run_until_complete(self._results(turn)))
+            return self._loop.run_until_complete(self._results(turn))
         return End(self._loop.run_until_complete(_awaited(self._get_reward)) if self._get_reward else None)
 
-    async def _results(self, turn: Turn) -> list[dict[str, Any]]:
+    async def _results(self, turn: Turn) -> Reply:
         results = [*await asyncio.gather(*map(self._result, turn.calls)), *({"error": one} for one in turn.problems)]
         names = [*(call.name for call in turn.calls), *[_UNREAD] * len(turn.problems)]
-        return [
+        named = list(zip(names, results, strict=True))
+        messages = [
             {"role": "tool", "name": name, "content": result if isinstance(result, list) else str(result)}
-            for name, result in zip(names, results, strict=True)
+            for name, result in named
         ]
+        return Reply(
+            messages, errors=[name for name, result in named if isinstance(result, dict) and "error" in result]
+        )
 
     async def _result(self, call: ToolCall) -> Any:
         if call.name not in self._functions:

@@ -34,7 +34,7 @@ class Answers(Protocol[A_co]):
     """Answers of a pool, from workers' messages or failures."""
 
     def read(self, answer: Any, call: PendingCall, seconds: float) -> A_co | None:
-        """Return a call's answer from a worker's message, `seconds` after its start; None if others wrote it."""
+        """Return a call's answer from a worker's message, made in `seconds`; None if others wrote it."""
         ...
 
     def failed(self, call: PendingCall, verdict: Verdict, error: str) -> A_co:
@@ -323,9 +323,10 @@ class CallPool(Generic[A]):
                 self._started.set_result(None)
             return True
         call = worker.calls[0] if worker.calls else None
-        if call is None or message.get("nonce") != call.nonce:
+        seconds = message.get("seconds")
+        if call is None or message.get("nonce") != call.nonce or not isinstance(seconds, float):
             return False
-        answer = self._answers.read(message.get("answer"), call, worker.seconds)
+        answer = self._answers.read(message.get("answer"), call, seconds)
         if answer is None:
             return False
         worker.answered()

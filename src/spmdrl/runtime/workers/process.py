@@ -153,11 +153,6 @@ class WorkerProcess:
     def is_overdue(self) -> bool:
         return not self.is_idle and time.monotonic() > self.deadline
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since its first call began."""
-        return time.monotonic() - self.deadline + self.calls[0].seconds
-
     def start(self, calls: Sequence[PendingCall]) -> None:
         """Give it calls, each with its own time limit."""
         assert self.is_idle, (self.pid, self.calls)

@@ -18,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from typing import Any, BinaryIO, NoReturn
 
 from spmdrl.runtime.workers.descent import die_with_parent
@@ -59,8 +60,9 @@ def main(control: socket.socket) -> None:
     # The last line is cut off if the rank died while writing it.
     while (line := calls.readline()).endswith(b"\n"):
         message = json.loads(line)
-        nonce = message.pop("nonce")
-        _write(results, {"nonce": nonce, "answer": loaded.answer(message)})
+        nonce, started = message.pop("nonce"), time.perf_counter()
+        answer = loaded.answer(message)
+        _write(results, {"nonce": nonce, "answer": answer, "seconds": time.perf_counter() - started})
         sys.stdout.flush()
         if not loaded.keeps_processes():
             # Leave nothing of this call to the next one.

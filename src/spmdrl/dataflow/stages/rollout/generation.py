@@ -116,8 +116,8 @@ class GenerationStage:
 
         Raises StopAgreed on all of them if one was asked to stop.
         """
-        for kind, seconds in self.turns.take_seconds().items() if self.turns is not None else ():
-            self.recorder.mean_of(f"environment/{kind}", seconds)
+        for name, figures in self.turns.take_figures().items() if self.turns is not None else ():
+            self.recorder.mean_of(f"environment/{name}", figures)
         if self.portions is not None:
             self.portions.close()
             self.recorder.total("fusion/hideable_seconds/generation", self.portions.hideable_seconds())

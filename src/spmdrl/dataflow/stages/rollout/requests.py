@@ -51,7 +51,7 @@ class Turns(Protocol):
         is_enough: Callable[[], bool] | None = None, meanwhile: Meanwhile | None = None,
     ) -> Answers: ...  # fmt: skip
 
-    def take_seconds(self) -> Mapping[str, Sequence[float]]: ...
+    def take_figures(self) -> Mapping[str, Sequence[float]]: ...
 
 
 class StopPoint:

@@ -122,9 +122,9 @@ class RolloutTurns:
         if left:
             yield by_request(left, request_of)
 
-    def take_seconds(self) -> Mapping[str, Sequence[float]]:
-        """Return the seconds of the environment's calls since the last call of this, by kind."""
-        return self._pool.take_seconds() if self._pool is not None else {}
+    def take_figures(self) -> Mapping[str, Sequence[float]]:
+        """Return `EnvironmentPool.take_figures`."""
+        return self._pool.take_figures() if self._pool is not None else {}
 
     def _after_turn(self, row: TurnRow, response: Response) -> list[Response]:
         """Return the whole response if the row can't continue; else start its step."""
