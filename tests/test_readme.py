@@ -34,7 +34,7 @@ def test_every_extra_that_a_line_installs_is_there() -> None:
     named = {
         extra
         for _, line in install_lines()
-        for group in re.findall(r"'?\.\[([\w,]+)\]", line)
+        for group in re.findall(r"'?\.\[([\w,-]+)\]", line)
         for extra in group.split(",")
     }
     assert named and named <= extras

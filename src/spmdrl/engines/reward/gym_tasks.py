@@ -18,10 +18,7 @@ GYM_SCHEME = "reasoning_gym://"
 def check_gym_installed(asked: str) -> None:
     """Raise ValueError if reasoning-gym isn't installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(
-            f"{asked} needs reasoning-gym; run `pip install -e '.[reasoning-gym]'` in spmdrl's folder, which is "
-            "`pip install 'spmdrl[reasoning-gym]'`"
-        )
+        raise ValueError(f"{asked} needs reasoning-gym; run `pip install -e '.[reasoning-gym]'` in spmdrl's folder")
 
 
 @lru_cache
