@@ -58,9 +58,9 @@ def test_a_prompt_that_begins_the_answer_is_followed_by_messages_too():
         ("qwen", PROMPT, [{"role": "tool", "content": "x"}], "lacks 'name'"),
         ("llama2", PROMPT, [RESULT], "doesn't write messages of the roles tool"),
         ("qwen", "How much?", [USER], "the prompt is plain text"),
-        ("qwen", PROMPT, USER, "Reply(messages)"),
+        ("qwen", PROMPT, USER, "Reply(messages, reward)"),
         ("qwen", PROMPT, [{"role": "user", "content": "\ud800"}], "characters that UTF-8 has"),
-        ("qwen", PROMPT, ["x"], "Reply(messages)"),
+        ("qwen", PROMPT, ["x"], "Reply(messages, reward)"),
     ],
 )
 def test_messages_that_cannot_be_read_end_the_row_with_the_reason(template, prompt, messages, problem):
