@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.bench.faults.planned_faults import VARIABLE
+from tests.support.chat_model import make_chat_model
 from tests.support.jobs import (
     ROOT,
     be_job,
@@ -189,13 +190,14 @@ def test_answers_and_evaluations_take_turns(tmp_path):
             assert "".join(turn["response"] + turn["observation"] for turn in record["turns"]) == record["response"]
 
 
+DOCUMENTED = (ROOT / "docs" / "environments.md").read_text()
+EXAMPLES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", DOCUMENTED, re.DOTALL))
+
+
 @pytest.mark.ranks
 def test_the_documented_environment_trains(tmp_path):
-    page = (ROOT / "docs" / "environments.md").read_text()
-    blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, re.DOTALL)
-    assert [name for name, _ in blocks] == ["dice.py", "dice.yaml"]
-    for name, text in blocks:
-        (tmp_path / name).write_text(text.replace("dice.py:", f"{tmp_path}/dice.py:"))
+    for name in ("dice.py", "dice.yaml"):
+        (tmp_path / name).write_text(EXAMPLES[name].replace("dice.py:", f"{tmp_path}/dice.py:"))
     finished(run_job("train", tmp_path / "dice.yaml", f"run.dir={tmp_path / 'run'}"))
     steps = metrics_of(tmp_path / "run")
     assert len(steps) == 2 and all(0 < step["reward"] < 1 and step["environment/turns"] > 1 for step in steps)
@@ -203,6 +205,54 @@ def test_the_documented_environment_trains(tmp_path):
         ends = {name.rpartition("/")[2]: count for name, count in step.items() if "/ends/" in name}
         assert set(ends) == set(ENDS) and ends["ended"] + ends["length"] == sum(ends.values()) == 32
         assert 0 < step["environment/seconds"] < 5 and 0 < step["environment/open_seconds"] < 5
+
+
+def tool_call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+FAILING = """
+from guessing import Guessing
+
+class Failing(Guessing):
+    def reset(self, answer, **row):
+        return {"0": len, "1": lambda text: 9 * text, "2": str.upper}[answer](super().reset(answer))
+"""
+GUESSES = [tool_call("guess", number=1), tool_call("guess", number=2), "So."]
+SUMS = [tool_call("add", a=2, b=3), tool_call("add", a="x"), "1"]
+FORMS = {
+    "tools": ("environment.tools=[FOLDER/sums.py:add]", SUMS, ["tool\n5<", "error"]),
+    "factory": ("environment.factory=FOLDER/guessing.py:Guessing", GUESSES, ["higher", " Guess, between"]),
+    # Rows without a token: there is no room for an opening, or none at all.
+    "failing": ("environment.factory=FOLDER/failing.py:Failing", GUESSES, ["GUESS, BETWEEN"]),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=() if form == "factory" else pytest.mark.slow) for form in FORMS]
+)
+def test_the_documented_tools_train_on_two_ranks(tmp_path, form):
+    for name, text in {**EXAMPLES, "failing.py": FAILING}.items():
+        (tmp_path / name).write_text(text)
+    setting, turns, expected = FORMS[form]
+    model, run = make_chat_model(tmp_path / "model", turns), tmp_path / "run"
+    finished(
+        run_job(
+            "train", tmp_path / "sums.yaml", f"run.dir={run}", f"model.path={model}", "environment.tools=[]",
+            setting.replace("FOLDER", str(tmp_path)), "data.train=synthetic://addition?low=0&high=1&count=4",
+            "reward.max_error_rate=0.9", ranks=2,
+        )
+    )  # fmt: skip
+    steps, samples = metrics_of(run), samples_of(run)
+    assert len(steps) == 2 and all(step["mismatch/abs_max"] < 1e-4 for step in steps)
+    read = "".join(observation for sample in samples for _, observation in sample["turns"])
+    assert all(word in read for word in expected)
+    if form == "failing":
+        assert all(step["environment/ends/crashed"] > 0 and step["environment/ends/length"] > 0 for step in steps)
+    else:
+        assert all(0 < step["reward"] < 1 and step["grad_norm"] > 0 for step in steps)
+        assert all(step["environment/turns"] > 1.2 and step["environment/tokens"] > 0 for step in steps)
 
 
 NUMBERING = """
