@@ -223,6 +223,8 @@ SUMS = [tool_call("add", a=2, b=3), tool_call("add", a="x"), "1"]
 FORMS = {
     "tools": ("environment.tools=[FOLDER/sums.py:add]", SUMS, ["tool\n5<", "error"]),
     "factory": ("environment.factory=FOLDER/guessing.py:Guessing", GUESSES, ["higher", " Guess, between"]),
+    "skyrl": ("environment.skyrl=FOLDER/checking.py:Checking", ["1", "0", "No."], ["Try once more."]),
+    "gymnasium": ("environment.gymnasium=FOLDER/stairs.py:Stairs", ["Up: 1", "0", "No."], ["from 0 to 1", "user\n1"]),
     # Rows without a token: there is no room for an opening, or none at all.
     "failing": ("environment.factory=FOLDER/failing.py:Failing", GUESSES, ["GUESS, BETWEEN"]),
 }

@@ -38,7 +38,7 @@ def run(config: EnvironmentConfig, turns: list[str], columns: dict | None = None
     """The text of a row in which the model writes these turns, and its response."""
     with EnvironmentPool(config) as pool:
         facts = pool.facts
-    renderer = Renderer(renderer_of("qwen").tokenizer, None, facts.tools or (), has_openings=facts.has_openings)
+    renderer = Renderer(renderer_of("qwen").tokenizer, None, facts.tools, has_openings=facts.has_openings)
     turns = [f"{turn}<|im_end|>" for turn in turns]
     response, prompt_ids = ended_row(config, renderer, PROMPT, turns, columns, **how)
     return renderer.tokenizer.decode_all([*prompt_ids, *response.token_ids]), response

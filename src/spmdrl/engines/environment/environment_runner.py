@@ -24,6 +24,8 @@ from spmdrl.engines.environment.episode import (
     ToolCall,
     Turn,
 )
+from spmdrl.engines.environment.gymnasium import load_gymnasium
+from spmdrl.engines.environment.skyrl import load_skyrl
 from spmdrl.engines.environment.trl import load_factory, load_tools
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
@@ -48,7 +50,13 @@ def load_class(key: str, specs: Sequence[str]) -> Callable[[], Any]:
     return kind
 
 
-FORMS = {KEY: load_class, "environment.tools": load_tools, "environment.factory": load_factory}
+FORMS: dict[str, Callable[[str, Sequence[str]], Callable[[], Any]]] = {
+    KEY: load_class,
+    "environment.tools": load_tools,
+    "environment.factory": load_factory,
+    "environment.skyrl": load_skyrl,
+    "environment.gymnasium": load_gymnasium,
+}
 """loaders of environments, by the key that names them"""
 
 

@@ -75,9 +75,10 @@ class Renderer:
 
     def __init__(
         self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None,
-        tools: Sequence[Mapping[str, Any]] = (), *, has_openings: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None, *, has_openings: bool = False,
     ):  # fmt: skip
-        """`tools` are schemas of functions that every row has, beside those of its column.
+        """`tools` are schemas of functions that every row has, beside those of its column; even without any, an
+        environment that gives them needs the chat template.
 
         With `has_openings`, an environment adds to the last message of each prompt, behind which it is cut.
         """
@@ -337,7 +338,7 @@ class Renderer:
 
     def tools_of(self, columns: Mapping[str, Any]) -> list[Any] | None:
         """Return the functions of a row: the environment's, and those of its column `tools`; None without any."""
-        tools = [*self.own_tools, *_tools_of(columns)]
+        tools = [*(self.own_tools or ()), *_tools_of(columns)]
         names = Counter(tool.get("function", tool).get("name") for tool in tools)
         if self.own_tools and (twice := [name for name, count in names.items() if count > 1]):
             raise RowNotRendered(
@@ -408,11 +409,11 @@ def _without_null(value: Any) -> Any:
     return [_without_null(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _plain_prompt(prompt: str | Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-    if tools:
+def _plain_prompt(prompt: str | Messages, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    if tools is not None:
         raise RowNotRendered(
-            "the environment has tools, which chat templates alone write, but the prompt is plain text; set "
-            "data.chat_template: always"
+            "the environment has tools or answers with messages, which chat templates alone write, but the prompt is "
+            "plain text; set data.chat_template: always"
         )
     return prompt if isinstance(prompt, str) else "\n".join(map(_plain_text, prompt))
 

@@ -165,6 +165,11 @@ class EnvironmentConfig(ProcessesConfig):
     factory: str | None = None
     """class pkg.mod:Name or file.py:Name in the form of TRL's environment_factory: an object per row, begun by
     reset(**row), whose public methods the model may call, and get_reward. In place of function"""
+    skyrl: str | None = None
+    """environment of SkyRL-gym: a registered name, or a class pkg.mod:Name or file.py:Name. In place of function"""
+    gymnasium: str | None = None
+    """environment of gymnasium with numbers or text as actions: a registered id, or a class pkg.mod:Name or
+    file.py:Name. In place of function"""
     open_timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 60.0
     """time limit of open(row); to open a row again adds timeout_seconds for each of its turns"""
     return_after_steps: Annotated[int, Ge(0)] = 2
@@ -177,10 +182,14 @@ class EnvironmentConfig(ProcessesConfig):
 
     @property
     def _named(self) -> dict[str, tuple[str, ...]]:
-        one_each = {"environment.function": self.function, "environment.factory": self.factory}
-        return {key: (spec,) for key, spec in one_each.items() if spec is not None} | (
-            {"environment.tools": self.tools} if self.tools else {}
-        )
+        one_each = {
+            "function": self.function,
+            "factory": self.factory,
+            "skyrl": self.skyrl,
+            "gymnasium": self.gymnasium,
+        }
+        named = {f"environment.{name}": (spec,) for name, spec in one_each.items() if spec is not None}
+        return named | ({"environment.tools": self.tools} if self.tools else {})
 
     @property
     def key(self) -> str | None:

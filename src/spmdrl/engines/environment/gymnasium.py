@@ -1,0 +1,73 @@
+"""Environments of gymnasium whose actions are numbers or text: `reset`, `step`, and observations that are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from spmdrl.engines.environment.episode import End, Reply, Row, Turn
+from spmdrl.runtime.workers.loading import load_attribute, load_optional
+
+# Text on screens marks the place of the agent by a colour.
+_COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
+
+
+def load_gymnasium(key: str, specs: Sequence[str]) -> Callable[[], GymnasiumEnvironment]:
+    """Load a class, or find an id that gymnasium has registered; the result builds the environment."""
+    (spec,) = specs
+    if ":" in spec:
+        return partial(GymnasiumEnvironment, load_attribute(spec, key, (), kind="class"))
+    return partial(GymnasiumEnvironment, partial(load_optional("gymnasium", "gymnasium", key).make, spec))
+
+
+class GymnasiumEnvironment:
+    """Environment with an object of gymnasium's per row."""
+
+    tools: tuple[()] = ()
+    has_openings = True
+
+    def __init__(self, make: Callable[..., Any]):
+        one = make()
+        space = one.action_space
+        if not (hasattr(space, "n") or hasattr(space, "max_length")):
+            raise ValueError(f"its actions are of {space}, but the model writes Discrete and Text ones; wrap it")
+        self._make = partial(make, render_mode="ansi") if "ansi" in one.metadata.get("render_modes", ()) else make
+        one.close()
+
+    def open(self, row: Row) -> GymnasiumSession:
+        return GymnasiumSession(self._make(), row.seed)
+
+
+class GymnasiumSession:
+    """Session of a row with an object of gymnasium's."""
+
+    def __init__(self, one: Any, seed: int):
+        self._one = one
+        observation, _ = one.reset(seed=seed)
+        self.opening = f"\n{self._written(observation)}"
+
+    def step(self, turn: Turn) -> Reply | End:
+        """Take the action in the turn's content; rewards of turns add up."""
+        action: Any = turn.content
+        space = self._one.action_space
+        if hasattr(space, "n"):
+            first, last = int(getattr(space, "start", 0)), int(getattr(space, "start", 0) + space.n) - 1
+            numbers = [int(found) for found in re.findall(r"-?\d+", action)[-1:]]
+            if not numbers or not first <= numbers[0] <= last:
+                return _user(f"No action was taken: end with its number, from {first} to {last}.")
+            action = numbers[0]
+        observation, reward, terminated, truncated, _ = self._one.step(action)
+        return End(reward) if terminated or truncated else _user(self._written(observation), float(reward))
+
+    def _written(self, observation: Any) -> str:
+        text = self._one.render() if getattr(self._one, "render_mode", None) == "ansi" else observation
+        return _COLOURED.sub(r"[\1]", str(text)).strip("\n")
+
+    def close(self) -> None:
+        self._one.close()
+
+
+def _user(text: str, reward: float = 0.0) -> Reply:
+    return Reply([{"role": "user", "content": text}], reward)
