@@ -49,6 +49,7 @@ BENCHES = {
     "resharding": "resharding.resharding",
     "rollout": "rollout.rollout",
     "samples": "samples.samples_bench",
+    "sessions": "rollout.sessions",
     "soak": "training.soak",
     "step": "training.step",
     "training": "training.training",

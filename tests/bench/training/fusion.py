@@ -155,7 +155,7 @@ def _train(arguments: argparse.Namespace, inputs: Path, *, case: str, fuse: bool
         sum(waits[0]),
         sum(hideable),
         sum(map(min, waits[1], hideable)) if fuse else sum(waits[1]),
-        _digests(folder, steps, arguments.steps),
+        digests(folder, steps, arguments.steps, ("loss", "grad_norm", "kl", "reward")),
     )
     shutil.rmtree(folder)
     return found
@@ -170,8 +170,9 @@ def _work_seconds(folder: Path) -> Mapping[int, float]:
     return work
 
 
-def _digests(folder: Path, steps: Sequence[Mapping[str, float]], last: int) -> tuple[str, ...]:
-    losses = json.dumps([{name: step[name] for name in ("loss", "grad_norm", "kl", "reward")} for step in steps])
+def digests(folder: Path, steps: Sequence[Mapping[str, float]], last: int, names: Sequence[str]) -> tuple[str, ...]:
+    """Digests of a run's samples, of these metrics, and of its last weights."""
+    losses = json.dumps([{name: step[name] for name in names} for step in steps])
     weights = folder / f"checkpoints/step_{last:06d}/model/model.safetensors"
     contents = ((folder / "samples.jsonl").read_bytes(), losses.encode(), weights.read_bytes())
     return tuple(hashlib.sha256(content).hexdigest() for content in contents)
