@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from spmdrl.engines.models.conversation import Conversation, Fork
+from spmdrl.engines.models.conversation import Conversation
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.data_config import RowNotRendered
 from tests.support.tokenizer_zoo import ZOO
@@ -181,69 +179,6 @@ def test_a_prompt_of_plain_text_is_opened_at_its_end():
     assert renderer_of("llama3").cut("How?", {}) == ("How?", "")
 
 
-def brute_force(renderer: Renderer, messages: list[dict[str, Any]], columns: dict[str, Any]) -> tuple[int, int] | None:
-    """The number of messages and the place of the first differing token, by tokenizing each prefix whole."""
-    before = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
-    texts = [(number, renderer.rendered(messages[:number], columns, add_generation_prompt=True)) for number in before]
-    is_answered = messages[-1]["role"] == "assistant"
-    texts.append((len(messages), renderer.rendered(messages, columns, add_generation_prompt=not is_answered)))
-    for (number, earlier), (_, later) in pairwise(texts):
-        ids, others = renderer.tokenizer.encode(earlier), renderer.tokenizer.encode(later)
-        for place, token in enumerate(ids):
-            if place >= len(others) or others[place] != token:
-                return number, place
-    return None
-
-
-CONTENTS = st.text("ab =\n<é再", max_size=4).map(lambda text: f"x{text}")
-SAID = st.fixed_dictionaries({"content": CONTENTS}, optional={"reasoning_content": CONTENTS, "thinking": CONTENTS})
-REPLY = st.tuples(
-    SAID.map(lambda turn: {"role": "assistant", **turn}), CONTENTS.map(lambda text: {**USER, "content": text})
-)
-TALKS = st.lists(REPLY, min_size=1, max_size=4).map(
-    lambda replies: [*PROMPT, *(one for reply in replies for one in reply)]
-)
-
-
-def check_forks(name: str, messages: list[dict[str, Any]]) -> None:
-    renderer = renderer_of(name)
-    try:
-        wanted = brute_force(renderer, messages, {})
-    except RowNotRendered:
-        return
-    fork = Conversation(renderer).fork(messages, {})
-    assert wanted == (fork and (fork.num_messages, fork.position))
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(messages=TALKS)
-@settings(max_examples=8, deadline=None)
-def test_a_fork_is_found_where_brute_force_finds_it(name, messages):
-    check_forks(name, messages)
-    check_forks(name, messages[:-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*TEMPLATES, *FOREIGN])
-@given(messages=TALKS)
-@settings(max_examples=60, deadline=None)
-def test_every_fork_is_found_where_brute_force_finds_it(name, messages):
-    check_forks(name, messages)
-
-
-def test_a_fork_names_the_token_with_its_text_on_both_sides():
-    thought = {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."}
-    messages = [*PROMPT, thought, USER, {"role": "assistant", "content": "No."}, USER]
-    conversation = Conversation(renderer_of("coder"))
-    assert conversation.fork(messages[:2], {}) is None
-    fork = conversation.fork(messages[:4], {})
-    assert isinstance(fork, Fork) and fork.num_messages == 1
-    assert fork.earlier.startswith("<think>") and fork.later.startswith("Well")
-    assert "behind 1 messages, token" in str(fork)
-    results = [*PROMPT, *turns(1)[:1], RESULT, {"role": "assistant", "content": "8."}]
-    assert conversation.fork(results, {}) is None, "thoughts stay until the next question"
-
-
 @pytest.mark.parametrize("name", ["qwen", "llama3", "mistral", "gemma", "glm", "keyed", "single", "listed", "quoted"])
 def test_a_row_of_turns_and_messages_is_the_templates_whole_conversation(name):
     renderer = renderer_of(name)
@@ -260,4 +195,3 @@ def test_a_row_of_turns_and_messages_is_the_templates_whole_conversation(name):
         row += sampled + conversation.after_turn(PROMPT, COLUMNS, sampled[-1], new)
         messages += [turn, *new]
         assert row == whole
-    assert conversation.fork(messages, COLUMNS) is None

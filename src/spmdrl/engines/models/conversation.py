@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
@@ -19,28 +18,6 @@ from spmdrl.engines.models.renderer import Messages, Renderer, unused_word
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
 _ROLES = ("user", "tool")
-_NUM_SHOWN = 4
-"""tokens shown of each side of a fork"""
-
-
-@dataclass(frozen=True)
-class Fork:
-    """The first token that a template writes otherwise once a conversation has gone on."""
-
-    num_messages: int
-    """number of messages of the shorter conversation, which the model answers"""
-    position: int
-    """of the differing token"""
-    earlier: str
-    """text from that token on, as the model read it"""
-    later: str
-    """text in its place in the longer conversation"""
-
-    def __str__(self) -> str:
-        return (
-            f"behind {self.num_messages} messages, token {self.position} begins {self.earlier!r}, but {self.later!r} "
-            "once the conversation has gone on"
-        )
 
 
 @dataclass(frozen=True)
@@ -108,37 +85,6 @@ class Conversation:
         ends = self._tokenizer.encode(form.end)
         is_ended = form.end and (last_id == ends[-1] or (end_of_turn is not None and last_id == end_of_turn.token_id))
         return ids[len(ends) :] if is_ended else ids
-
-    def fork(self, messages: Messages, columns: Mapping[str, Any]) -> Fork | None:
-        """Return the first token that the model read otherwise in one of its turns than it would in the next one.
-
-        Compares the template's texts before each of the assistant's messages, and at the end; None if each is a prefix
-        of the next one in tokens, so that appending to a conversation gives the template's own.
-        """
-        messages = self._renderer.messages(messages)
-        for (number, earlier), (_, later) in pairwise(self._before_turns(messages, columns)):
-            # What precedes a special token is tokenized by itself.
-            start = self._last_special(commonprefix([earlier, later]))
-            ids, others = (self._tokenizer.encode(text[start:]) for text in (earlier, later))
-            if ids == others[: len(ids)]:
-                continue
-            place = next(at for at, token in enumerate(ids) if others[at : at + 1] != [token])
-            shown = [self._tokenizer.raw.decode(side[place : place + _NUM_SHOWN]) for side in (ids, others)]
-            return Fork(number, len(self._tokenizer.encode(earlier[:start])) + place, *shown)
-        return None
-
-    def _before_turns(self, messages: Messages, columns: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-        """Yield the number of messages before each turn with the text that the model reads there; the whole at last."""
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant" and number:
-                yield number, self._renderer.rendered(messages[:number], columns, add_generation_prompt=True)
-        is_answered = messages[-1]["role"] == "assistant"
-        yield len(messages), self._renderer.rendered(messages, columns, add_generation_prompt=not is_answered)
-
-    def _last_special(self, text: str) -> int:
-        """Return the place of the last special token in a text, 0 without one."""
-        added = self._tokenizer.raw.added_tokens_decoder.values()
-        return max(0, 0, *(text.rfind(one.content) for one in added if one.special and not one.lstrip))
 
     def _checked(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         role = message.get("role")
