@@ -38,4 +38,4 @@ def test_the_list_names_all_and_json_has_their_defaults(capsys) -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest(capsys) -> None:
     assert main(["explain", "algo.gsppo"]) == 2
-    assert "there is no algorithm 'gsppo'; did you mean gspo?" in capsys.readouterr().err
+    assert "there is no algorithm 'gsppo'; did you mean 'gspo'?" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.table import ALGORITHMS
 from spmdrl.config.given import inline
 from spmdrl.config.reader import ConfigError
-from spmdrl.observability.terminal.spelling import nearest
+from spmdrl.observability.terminal.spelling import unknown
 from spmdrl.runtime.screen import show
 
 _WIDTH = 110
@@ -32,9 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     names = [argument.removeprefix("algo.") for argument in arguments if argument != "--json"]
     for name in names:
         if name not in _CONFIGS:
-            near = nearest(name, _CONFIGS)
-            advice = f"did you mean {near}?" if near else f"they are {', '.join(_CONFIGS)}"
-            raise ConfigError(f"there is no algorithm {name!r}; {advice} spmdrl help KEY explains a key")
+            raise ConfigError(f"{unknown('there is no algorithm', name, _CONFIGS)}; spmdrl help KEY explains a key")
     if "--json" in arguments:
         show(json.dumps({"algorithms": [_entry(name) for name in names or _CONFIGS]}, indent=1))
     else:

@@ -5,7 +5,6 @@ A row is one response: row = prompt * N + k, so the prompt (the group) of a row 
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 
 from spmdrl.nouns.batch import Batch, Column, Integers, WorkerState
 from spmdrl.nouns.settings.role_configs import END_VALUE, JUDGE_PART, MODEL_PART
+from spmdrl.observability.terminal.spelling import unknown
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ LENGTHS_OF: Mapping[str, str | None] = {
 def column_number(name: str) -> int:
     """Return the column's position in the schema, which is its bit in metadata and its name on the wire."""
     if name not in _NUMBERS:
-        raise ValueError(_unknown_column(name, _NUMBERS))
+        raise ValueError(unknown("no worker state makes column", name, sorted(_NUMBERS)))
     return _NUMBERS[name]
 
 
@@ -294,14 +294,8 @@ def _makers_needed(
 
 def _known(name: str, by_name: Mapping[str, ColumnRule]) -> ColumnRule:
     if name not in by_name:
-        raise ValueError(_unknown_column(name, by_name))
+        raise ValueError(unknown("no worker state makes column", name, sorted(by_name)))
     return by_name[name]
-
-
-def _unknown_column(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"no worker state makes column {name!r}; did you mean {nearest[0]!r}? Columns: {', '.join(names)}"
 
 
 def _cycle(pending: Mapping[WorkerState, set[WorkerState]]) -> str:

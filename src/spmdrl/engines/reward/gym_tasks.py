@@ -59,8 +59,5 @@ def reasoning_gym(completions: Sequence[str], task: Sequence[str], entry: Sequen
     """Score what is in a response's last <answer> tags, or else the whole response."""
     from reasoning_gym.utils import extract_answer
 
-    answers = [(extract_answer(text), text.strip()) for text in completions]
-    return [
-        score_of(gym_task(url), whole if tagged is None else tagged, made)
-        for (tagged, whole), url, made in zip(answers, task, entry, strict=True)
-    ]
+    rows = zip(map(extract_answer, completions), completions, task, entry, strict=True)
+    return [score_of(gym_task(url), text.strip() if tag is None else tag, made) for tag, text, url, made in rows]
