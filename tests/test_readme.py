@@ -15,8 +15,8 @@ INSTALL = re.compile(r"pip install (?!-qq|--)[^`#\n]*")
 
 
 def install_lines() -> list[tuple[Path, str]]:
-    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("configs/**/*.yaml")]
-    files += [path for folder in ("src", "launch") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    files += [path for folder in ("src", "launch", "configs") for path in (ROOT / folder).rglob("*") if path.is_file()]
     read = [path for path in files if path.suffix in (".md", ".yaml", ".py", ".sh")]
     return [(path, line) for path in read for line in INSTALL.findall(path.read_text(errors="replace"))]
 
