@@ -10,9 +10,8 @@ prepare_environment dev
 # Set in some containers: each of thousands of processes would compile what it imports.
 unset PYTHONDONTWRITEBYTECODE
 cores=$(getconf _NPROCESSORS_ONLN)
-# Tests start up to four ranks, which wait for each other half of the time, so that two workers leave two cores idle for
-# a quarter of it.
-workers=$((cores > 12 ? cores / 4 : cores > 1 ? 3 : 1))
+# Tests start up to four ranks, so that two workers keep two cores busy; a third one makes each test slower instead.
+workers=$((cores > 8 ? cores / 4 : cores > 1 ? 2 : 1))
 share_cores $((4 * workers))
 
 failed=""
