@@ -42,6 +42,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_critic_learns_the_return_of_a_policy_that_stays_as_it_is(tmp_path):
     finished(run_job("train", ROOT / "configs/debug/critic.yaml", f"run.dir={tmp_path}"))
     explained = [step["critic/explained_variance"] for step in metrics_of(tmp_path)]

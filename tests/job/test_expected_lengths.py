@@ -17,6 +17,7 @@ SETTINGS = ("data.train=synthetic://addition?low=0&high=9&count=16", f"train.max
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_run_that_is_resumed_in_its_second_epoch_deals_as_the_whole_one_and_ends_with_the_same_bits(tmp_path: Path):
     settings = [tiny_config(tmp_path), *SETTINGS, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=3"]
     finished(run_job("train", *settings, ranks=2))

@@ -47,9 +47,8 @@ def test_a_rank_that_runs_out_in_a_forward_pass_stays_in_step_and_all_do_it_agai
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("stage", "layout"), [("backward", "shard"), pytest.param("forward", "tensor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "layout"), [("backward", "shard"), ("forward", "tensor")])
 def test_where_ranks_cannot_stay_in_step_the_next_attempt_begins_with_half(whole, tmp_path, monkeypatch, stage, layout):
     layout = f"resources.update={{{layout}: 2}}"
     monkeypatch.setenv(VARIABLE, f"{stage}:1:2:oom:1")

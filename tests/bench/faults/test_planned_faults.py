@@ -82,11 +82,11 @@ def jobs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("fault", "code", "saved"),
     [
-        ("init:0:0:raise", 1, 0),
-        ("reshard:0:2:exit", 1, 1),
+        pytest.param("init:0:0:raise", 1, 0, marks=pytest.mark.slow),
+        pytest.param("reshard:0:2:exit", 1, 1, marks=pytest.mark.slow),
         ("dock.get:0:2:sigkill", -signal.SIGKILL, 1),
         ("eval:0:2:raise", 1, 1),
-        ("shutdown:0:3:exit", 1, 3),
+        pytest.param("shutdown:0:3:exit", 1, 3, marks=pytest.mark.slow),
         # The update is finished, then saved.
         ("forward:0:1:sigterm", STOPPED, 1),
     ],

@@ -62,6 +62,7 @@ def curve(algorithm: str, seed: int, *accuracies: float) -> LearningCurve:
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_left_alone_only_where_it_finished_with_the_same_settings(tmp_path: Path):
     folder, settings = tmp_path / "run", {"model.path": tmp_path / "no model", "data.train": "no data"}
     write_finished("train", folder, settings)

@@ -98,7 +98,9 @@ def test_rows_packed_together_or_one_by_one_have_one_update(world, expected):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["shard", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("data", "context"))]
+)
 def test_rows_spread_over_ranks_have_one_update(layout, expected):
     for found in run_ranks(2, updated, LAYOUTS[layout], 16):
         check_same(found, expected)

@@ -198,6 +198,7 @@ def test_every_schedule_equals_one_process_on_2_ranks(config: DecoderConfig, num
     assert_equal(run_ranks(2, compare_all, cases))
 
 
+@pytest.mark.slow
 def test_every_schedule_equals_one_process_over_fsdp() -> None:
     assert_equal(run_ranks(4, compare_all, [Case(TIED, layout, 3) for layout in layouts_of(pipeline=2, shard=2)]))
 

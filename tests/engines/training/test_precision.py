@@ -158,6 +158,7 @@ def found_in_layouts(world: World) -> list[tuple[float, Kept, float]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_all_of_it_holds_in_every_layout():
     by_layout = zip(*run_ranks(2, found_in_layouts, timeout=180), strict=True)
     for layout, found in zip(OF_TWO_RANKS, by_layout, strict=True):

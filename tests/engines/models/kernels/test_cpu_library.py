@@ -38,6 +38,7 @@ def attends() -> None:
     torch.testing.assert_close(found, softmax_attention(*arguments), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_it_is_built_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(map(shutil.which, library._COMPILERS)):
         pytest.skip("this machine has no C++ compiler")
