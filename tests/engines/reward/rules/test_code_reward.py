@@ -22,10 +22,22 @@ ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2", "assert abs(doubl
 TEXTS = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}
 
 
+def started(test_seconds: float) -> RewardPool:
+    code = CodeConfig(test_seconds=test_seconds, row_seconds=2 * test_seconds, memory_gib=0.25)
+    return RewardPool(RewardConfig(("code",), code=code, isolation="process"))
+
+
 @pytest.fixture(scope="module")
 def pool():
-    code = CodeConfig(test_seconds=0.5, row_seconds=1.0, memory_gib=0.25)
-    with RewardPool(RewardConfig(("code",), code=code, isolation="process")) as pool:
+    """Soon out of patience with programs that don't end."""
+    with started(1.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def patient():
+    """For programs that end, however busy the machine is."""
+    with started(30.0) as pool:
         yield pool
 
 
@@ -71,11 +83,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_published_forms_are_read_and_a_right_program_has_its_reward(pool, form):
+def test_published_forms_are_read_and_a_right_program_has_its_reward(patient, form):
     row, program = FORMS[form]
     right, wrong = (
-        judged(pool, program, **row),
-        judged(pool, program.replace("2 * ", "3 * ").replace("+ (x", "+ (0"), **row),
+        judged(patient, program, **row),
+        judged(patient, program.replace("2 * ", "3 * ").replace("+ (x", "+ (0"), **row),
     )
     assert (right.rewards, right.verdicts, right.error) == ([1.0], [Verdict.SCORED], None)
     assert (wrong.rewards, wrong.verdicts) == ([0.0], [Verdict.WRONG])
@@ -160,10 +172,10 @@ def test_forgeries_work_where_tests_run_in_the_programs_own_process(how):
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_stdout_is_all_that_counts_of_a_script(pool):
-    assert judged(pool, "import os\nprint(2 * int(input()), flush=True); os._exit(0)", tests=TEXTS).rewards == [1.0]
-    assert judged(pool, "import sys; print(sys.stdin.read())", tests=TEXTS).rewards == [0.0]
-    assert judged(pool, "print(4)", tests=TEXTS).rewards == [0.5], "the share of tests"
+def test_stdout_is_all_that_counts_of_a_script(patient):
+    assert judged(patient, "import os\nprint(2 * int(input()), flush=True); os._exit(0)", tests=TEXTS).rewards == [1.0]
+    assert judged(patient, "import sys; print(sys.stdin.read())", tests=TEXTS).rewards == [0.0]
+    assert judged(patient, "print(4)", tests=TEXTS).rewards == [0.5], "the share of tests"
 
 
 def test_all_or_nothing():
@@ -173,7 +185,7 @@ def test_all_or_nothing():
         assert judged(pool, SCRIPT, tests=TEXTS).rewards == [1.0]
 
 
-def test_tests_may_use_classes_exceptions_and_arguments_that_are_changed(pool):
+def test_tests_may_use_classes_exceptions_and_arguments_that_are_changed(patient):
     program = (
         "class Empty(Exception): pass\nclass Stack:\n    def __init__(self): self.values = []\n"
         "    def push(self, value): self.values.append(value)\n    def pop(self):\n"
@@ -187,8 +199,8 @@ def test_tests_may_use_classes_exceptions_and_arguments_that_are_changed(pool):
         "v = [3, 1]; sort(v); assert v == [1, 3]",
         "assert list(numbers(3)) == [0, 1, 2] and isinstance(Stack(), Stack)",
     ]
-    assert judged(pool, program, test_list=tests).rewards == [1.0]
-    assert judged(pool, program.replace("values.sort()", "pass"), test_list=tests).rewards == [0.75]
+    assert judged(patient, program, test_list=tests).rewards == [1.0]
+    assert judged(patient, program.replace("values.sort()", "pass"), test_list=tests).rewards == [0.75]
 
 
 def test_a_row_whose_tests_are_broken_is_an_error_and_no_silent_zero(pool):
