@@ -1,12 +1,9 @@
 """Each recipe's configs are right, and take a step."""
 
-import importlib.util
-
 import pytest
 
 from tests.support.jobs import ROOT, finished, metrics_of, run_job
 
-HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None
 RECIPES = sorted((ROOT / "configs" / "recipes").rglob("*.yaml"))
 STEP = (
     *("train.max_steps=1", "sft.max_steps=0", "eval.before_train=false", "data.eval=null"),
@@ -24,8 +21,6 @@ def test_each_recipe_has_a_page_with_its_command():
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_takes_a_step(tmp_path, path):
-    if "reasoning_gym" in path.parts and not HAS_GYM:
-        pytest.skip("needs reasoning-gym: pip install -e '.[reasoning-gym]'")
     finished(run_job("train", path, f"run.dir={tmp_path}", *STEP))
     (step,) = metrics_of(tmp_path)
     assert step["reward/unscored_ratio"] == 0 and 0 <= step["reward"] < 1

@@ -26,7 +26,7 @@ def gym_rows(url: str) -> list[dict[str, Any]]:
         text=True,
     )
     if made.returncode:
-        raise ValueError(f"{url}: {made.stderr.splitlines()[-1]}")
+        raise ValueError(f"{url}: {(made.stderr.splitlines() or ['the process that makes its rows was killed'])[-1]}")
     return [
         {"id": number, "prompt": entry["question"], "answer": entry["answer"], "task": url, "entry": entry}
         for number, entry in enumerate(json.loads(made.stdout.splitlines()[-1]))
