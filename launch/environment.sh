@@ -80,12 +80,13 @@ share_cores() {
 
 # The folder of a run named $1: that of `run.dir=` among the other arguments, else a new one, with how to go on in it.
 run_folder() {
-    local name=$1 folder word
+    local name=$1 folder word words=()
     shift
     folder=runs/$name-$(date +%Y%m%d-%H%M%S)
     for word in "$@"; do
-        case $word in run.dir=*) folder=${word#run.dir=} ;; esac
+        case $word in run.dir=*) folder=${word#run.dir=} ;; *) words+=("$word") ;; esac
     done
-    say "if it is stopped, this goes on: bash launch/$name.sh$([ $# -eq 0 ] || printf ' %q' "$@") $(printf %q "run.dir=$folder")" >&2
+    words+=("run.dir=$folder")
+    say "if it is stopped, this goes on: bash launch/$name.sh$(printf ' %q' "${words[@]}")" >&2
     echo "$folder"
 }
