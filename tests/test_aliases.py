@@ -144,7 +144,16 @@ def test_a_later_source_wins_over_an_alias_and_an_alias_over_an_earlier_one(tmp_
 VALUES = ("8", "0.3", "true", "x", "token", "grpo", "sigmoid", "k3", "auto", "group", "[8]", "[math]", "[q_proj]")
 
 
-@pytest.mark.parametrize("verb", ["train", "sft", "preferences", "reward-model", "eval", "generate", "replay"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("train", "sft"),
+        *(
+            pytest.param(verb, marks=pytest.mark.slow)
+            for verb in ("preferences", "reward-model", "eval", "generate", "replay")
+        ),
+    ],
+)
 def test_each_alias_given_alone_sets_keys_that_the_verb_reads_or_is_refused(verb: str) -> None:
     taken = set()
     for name, alias in ALIASES.items():

@@ -102,6 +102,7 @@ def test_a_judged_run_that_died_goes_on_to_the_last_bit_but_under_no_other_judge
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_two_ranks_that_share_a_judge_judge_as_one(judge, whole, tmp_path):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "reward.judge.layout={tensor: 2}"]
     job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))

@@ -129,6 +129,7 @@ def test_the_quickstart_learns_the_same_bits_as_on_a_cpu(quickstart: list[str], 
     assert all(step["grad_norm"] > 1e-3 for step in metrics_of(one_rank)[1:]), "nothing was learnt"
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_the_same_bits_as_on_a_cpu(quickstart: list[str], two_ranks: Path, tmp_path: Path) -> None:
     on_cpu("train", *quickstart, *SHARDED, f"run.dir={tmp_path}", ranks=2)
     assert learnt(two_ranks, 2) == learnt(tmp_path, 2)

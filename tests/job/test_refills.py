@@ -88,6 +88,7 @@ def test_every_prompt_that_is_trained_has_right_and_wrong_responses_and_every_ro
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_another_number_of_ranks_trains_the_same_prompts(trained, tmp_path):
     settings, alone = trained
     finished(run_job("train", *settings, f"run.dir={tmp_path / 'two'}", ranks=2))

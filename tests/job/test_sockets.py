@@ -42,7 +42,8 @@ def is_rank(pid: int) -> bool:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_ranks_listen_on_loopback_alone_and_beside_them_one_store_of_torchrun(tmp_path, ranks):
     launcher = torchrun_script(tmp_path) if ranks > 1 else [sys.executable, "-m", "spmdrl"]
     arguments = [str(tiny_config(tmp_path)), f"run.dir={tmp_path / 'run'}", "train.max_steps=100000"]

@@ -53,6 +53,7 @@ def test_the_policy_comes_near_its_teacher_and_rewards_count_for_nothing(teacher
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
     settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", "reshard.swap=never"]
     finished(run_job("train", tiny_config(tmp_path), *settings))
@@ -128,7 +129,9 @@ def test_the_policys_distribution_comes_near_the_teachers(alone):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("axis", ["shard", "tensor", "context", "pipeline"])
+@pytest.mark.parametrize(
+    "axis", ["tensor", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("shard", "context", "pipeline"))]
+)
 def test_two_ranks_compare_the_same_distributions(teacher, alone, tmp_path, axis):
     settings = [*distilled(teacher), *WHOLE_DISTRIBUTION, "train.max_steps=2", "checkpoint.interval=0"]
     settings += [f"resources.update={{shard: 1, {axis}: 2}}" if axis != "shard" else "resources.update.shard=2"]

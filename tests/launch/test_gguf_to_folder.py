@@ -81,6 +81,7 @@ def folder(source: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_weights_are_those_that_the_file_holds(source: Path, folder: Path) -> None:
     files = open_weights(folder, read_config(folder))
     names = {

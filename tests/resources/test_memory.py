@@ -97,6 +97,7 @@ print(resident_bytes() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+@pytest.mark.slow
 def test_large_blocks_leave_the_process_when_they_are_freed_and_would_stay_otherwise():
     def kept(*, how: str, **variables: str) -> int:
         environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | variables

@@ -20,7 +20,7 @@ from tests.bench.harness.bench_models import LAYOUT_MODELS
 # AdamW divides a gradient by its own size, which makes whole steps of the rounding of those that should be 0. With an
 # eps near the gradients' size a step is as precise as the gradient, and still not linear in it.
 OPTIM = OptimConfig(lr=2e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
-NUM_STEPS = 3
+NUM_STEPS = 2
 TOKENS_PER_MICROBATCH = 96
 
 

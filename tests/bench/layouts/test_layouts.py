@@ -115,6 +115,7 @@ def test_a_row_fails_above_the_limit_and_without_a_number():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_layouts_bench_prints_rows_and_refusals_as_json(capfd):
     assert main(["layouts", "--world-size", "2", "--models", "dense", "--json"]) == 0
     content = json.loads(capfd.readouterr().out)

@@ -80,7 +80,9 @@ def held_slices(world: World, cases: list[Case]) -> list[dict[str, WeightSlice]]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (3, THREE_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, TWO_RANKS), (3, THREE_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)]
+)
 def test_update_slices_are_what_the_training_engine_holds(num_ranks, cases):
     for rank, held_by_case in enumerate(run_ranks(num_ranks, held_slices, cases)):
         for (model, layout), held in zip(cases, held_by_case, strict=True):

@@ -142,7 +142,7 @@ ON_2_RANKS = [
     Transitions("shared keys", [UpdateLayout(), fixed(tensor=2)], [GenerationLayout(), GenerationLayout(2)]),
 ]
 # The model with latent attention has experts too.
-QUICK = ("dense-exact", "hybrid-exact", "latent-exact", "latent-allgather")
+QUICK = ("dense-exact", "hybrid-exact", "latent-allgather")
 ON_4_RANKS = [
     Transitions(
         "dense",

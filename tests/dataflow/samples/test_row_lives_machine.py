@@ -304,7 +304,7 @@ class Nodes(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "num_sequences", [100, pytest.param(int(os.environ.get("SPMDRL_SEQUENCES", "1000")), marks=pytest.mark.slow)]
+    "num_sequences", [100, pytest.param(int(os.environ.get("SPMDRL_SEQUENCES", "500")), marks=pytest.mark.slow)]
 )
 def test_no_row_is_lost_doubled_or_split_in_random_sequences(num_sequences: int):
     few_steps = settings(

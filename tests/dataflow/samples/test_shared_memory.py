@@ -213,7 +213,7 @@ def make_pool(pipe: Connection, create: Callable[[], SharedFile]) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.alone
-@pytest.mark.parametrize("create", [memory_file, temporary_file])
+@pytest.mark.parametrize("create", [memory_file, pytest.param(temporary_file, marks=pytest.mark.slow)])
 def test_killed_processes_leave_no_file_and_no_memory(create):
     before = leftovers()
     with child(make_pool, create) as (host, host_pipe):

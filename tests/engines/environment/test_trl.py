@@ -61,7 +61,7 @@ def test_functions_are_called_by_name_until_a_turn_has_no_call(isolation):
     assert response.outcome is None and response.finish == "stop" and max(response.turns) == 3
 
 
-@pytest.mark.parametrize("isolation", ["inline", "process"])
+@pytest.mark.parametrize("isolation", ["inline", pytest.param("process", marks=pytest.mark.slow)])
 def test_an_object_per_row_begins_it_takes_calls_and_rewards_it(isolation):
     turns = [call("add", step=2), call("add", step=-1), call("add", step=1), "Done."]
     text, response = run(factory("Counter", isolation), turns, {"goal": 3, "answer": None})

@@ -63,6 +63,7 @@ def load(folder: Path, method: str) -> tuple[int, int]:
 
 @pytest.mark.cpu_only(reason="it measures resident memory of the host")
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_quantized_folder_is_loaded_within_the_16_bit_weights_and_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

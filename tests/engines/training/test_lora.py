@@ -181,6 +181,7 @@ def adapter_gradients(world: World, cases: list[tuple[str, UpdateLayout]], dtype
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_adapters_of_bfloat16_layers_are_as_near_to_the_gradient_under_every_layout(world):
     alone = [("dense", UpdateLayout()), ("sparse", UpdateLayout())]
     # Schedules of a pipeline and forms of context parallelism round alike.
@@ -201,6 +202,7 @@ def merged_by_layouts(world: World, cases: list[tuple[str, UpdateLayout]]) -> li
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_merged_weights_are_the_same_whatever_the_layout(world):
     for answers in run_ranks(2, merged_by_layouts, ON_TWO, timeout=240):
         for (model, layout), weights in zip(ON_TWO, answers, strict=True):

@@ -73,7 +73,7 @@ def descend(depth):
 threading.Thread(target=look, daemon=True).start()
 sys.setswitchinterval(1e-6)
 gc.set_threshold(1)
-end = time.monotonic() + 4
+end = time.monotonic() + 2
 while time.monotonic() < end:
     descend(30)
 """
