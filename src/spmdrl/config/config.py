@@ -154,8 +154,8 @@ class DebugConfig:
     deterministic: bool = False
     """refuse nondeterministic kernels"""
     batch_invariant: bool = False
-    """make each row's log-probs bit-identical in any batch, in generation and in training, on CPUs in float32 with one
-    thread; a difference ends the run, and the pass over old log-probs is saved"""
+    """make each row's log-probs and values bit-identical in any batch, in generation and in training, on CPUs in
+    float32 with one thread; a log-prob that differs ends the run, and the pass over old log-probs is saved"""
     rollouts_to: str | None = None
     """folder for recording every step's responses; null: none"""
     rollouts_from: str | None = None

@@ -43,9 +43,10 @@ def value_engine(
     *,
     config: DecoderConfig = VALUE_CONFIG,
     layout: UpdateLayout | None = None,
+    max_tokens: int = 13,
 ) -> TrainingEngine:
     mesh = build_update_mesh(fit_update_layout(layout or UpdateLayout(), world.size), world.device, world.rank)
-    training = TrainingConfig(max_tokens_per_microbatch=13)
+    training = TrainingConfig(max_tokens_per_microbatch=max_tokens)
     engine = TrainingEngine(config, training, UNCLIPPED, mesh, world.device, rating=rating, compute_dtype=torch.float32)
     engine.load(source)
     return engine
@@ -171,6 +172,23 @@ def test_a_critic_starts_from_a_language_model_at_zero_and_learns(world):
     losses = [engine.update(rows, token_error).loss for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
     assert engine.named_shards()["score.weight"].tensor.any()
+
+
+@pytest.mark.parametrize("rating", LOSSES)
+def test_in_the_exact_mode_a_row_has_the_same_values_whatever_is_rated_beside_it(world, exact_mode, rating):
+    # No vector register divides this width.
+    config, rows = dataclasses.replace(VALUE_CONFIG, hidden_size=50), make_rows(30)
+    packed, cut = (
+        value_engine(world, rating, RandomWeights(config, seed=0), config=config, max_tokens=max_tokens)
+        for max_tokens in (1000, 13)
+    )
+    values = packed.values(rows)
+    assert torch.equal(cut.values(rows), values)
+    every = range(len(rows))
+    # The last two as two ranks would divide them.
+    for members in (*([row] for row in every), every[::2], every[1::2]):
+        index = rows.response_index(members) if rating == "token_values" else list(members)
+        assert torch.equal(packed.values(rows.select(members)), values[index])
 
 
 def test_a_rating_that_the_head_cannot_give_is_refused(world):

@@ -146,7 +146,7 @@ class ValueHead:
 
     def __call__(self, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor]:
         # In float32: bfloat16 would keep three digits of a return.
-        own_T = F.linear(hidden_TD.to(torch.float32), weight_VD.to(torch.float32)).squeeze(1)
+        own_T = ops.linear(hidden_TD.to(torch.float32), weight_VD.to(torch.float32)).squeeze(1)
         values_T = gather_own_gradient(own_T, [len(own_T)] * self.tensor.size, self.tensor)
         return (_at_places(values_T, self.places_P, self.copies),)
 
