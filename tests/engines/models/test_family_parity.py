@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import (
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     PreTrainedModel,
     Qwen3_5MoeTextConfig,
@@ -27,13 +29,18 @@ from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.engines.generation.support import request, run, small_rollout
 from tests.engines.models.support import load_decoder, packed_logits, random_rows
 from tests.engines.models.test_transformers_parity import (
+    DEEPSEEK_YARN,
     DELTA,
     GEMMA3,
+    GEMMA4,
     GLM4,
     GPT_OSS,
     GROUPED,
+    INDEXER,
+    LATENT,
     LLAMA3,
     PLAIN,
+    PROPORTIONAL,
     SHARED,
     THETA,
     VOCABULARY,
@@ -64,12 +71,21 @@ def partly(share: float, rope: dict[str, Any] = PLAIN) -> dict[str, Any]:
     return {"rope_parameters": {**rope, "partial_rotary_factor": share}}
 
 
+def partly_proportional(share: float) -> dict[str, Any]:
+    return gemma_ropes({**PROPORTIONAL, "partial_rotary_factor": share})
+
+
 def heads(queries: int, keys: int, size: int = 16) -> dict[str, Any]:
     return {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": size}
 
 
 def delta_heads(keys: int, values: int, **sizes: int) -> dict[str, Any]:
     return {"linear_num_key_heads": keys, "linear_num_value_heads": values, **sizes}
+
+
+def latents(query_rank: int, key_value_rank: int, plain: int, rotary: int, value: int) -> dict[str, Any]:
+    ranks = {"q_lora_rank": query_rank, "kv_lora_rank": key_value_rank}
+    return {**ranks, "qk_nope_head_dim": plain, "qk_rope_head_dim": rotary, "v_head_dim": value}
 
 
 def anywhere(*weights: str) -> dict[str, str]:
@@ -96,10 +112,21 @@ BASES = {
         {**GEMMA3, "tie_word_embeddings": True},
         anywhere("q_norm.weight", "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"),
     ),
+    "gemma4": Base(
+        Gemma4TextConfig,
+        {**GEMMA4, "tie_word_embeddings": True},
+        {**anywhere("q_norm.weight", "post_feedforward_layernorm.weight"), "v_proj.weight": WINDOWED},
+    ),
     "gpt_oss": Base(
         GptOssConfig, {**GPT_OSS, "sliding_window": 4}, anywhere("sinks", "gate.bias", "experts.down_proj_bias")
     ),
     "glm4_moe": Base(Glm4MoeConfig, {**GLM4, "head_dim": 16}, anywhere("gate.weight", "shared_experts.up_proj.weight")),
+    # All rows are within index_topk.
+    "glm_moe_dsa": Base(
+        GlmMoeDsaConfig,
+        {**LATENT, **INDEXER, "q_lora_rank": 9, "index_topk": 256, "routed_scaling_factor": 1.7},
+        anywhere("q_a_layernorm.weight", "kv_b_proj.weight", "shared_experts.up_proj.weight"),
+    ),
     "qwen3_5": Base(Qwen3_5TextConfig, HYBRID, {"q_norm.weight": FULL, **DELTA_NET}),
     "qwen3_5_moe": Base(
         Qwen3_5MoeTextConfig,
@@ -127,6 +154,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "published pattern": {"layer_types": None, "num_hidden_layers": 7, "sliding_window": 9},
         "windows no row fills": {"sliding_window": 300, **heads(2, 1, 24)},
     },
+    "gemma4": {
+        "untied, values of their own, one key head": {
+            "tie_word_embeddings": False, "attention_k_eq_v": False, **heads(4, 1, 12), "global_head_dim": 20,
+        },
+        "biases, more key heads without a window, half rotates": {
+            "attention_bias": True, **heads(4, 1, 8), "num_global_key_value_heads": 2, **partly_proportional(0.5),
+        },
+        "own key heads, smaller without a window": {
+            **heads(4, 4), "global_head_dim": 8, "num_global_key_value_heads": 4, "final_logit_softcapping": None,
+        },
+        "a plain rotation, as many key heads": {**gemma_ropes(PLAIN), "num_global_key_value_heads": None},
+        "an uneven share rotates": {**partly_proportional(0.3), "global_head_dim": 24, **heads(2, 2, 6)},
+        "the last layer alone without a window": kinds(WINDOWED, WINDOWED, FULL),
+        "no windows, the published soft cap": {**kinds(FULL, FULL, FULL), "final_logit_softcapping": 30.0},
+        "published pattern": {"layer_types": None, "num_hidden_layers": 7, "sliding_window": 9},
+        "a window of one token, a large eps": {"sliding_window": 1, "rms_norm_eps": 1e-2},
+        "windows no row fills": {"sliding_window": 300, "attention_k_eq_v": False, **heads(2, 1, 24)},
+    },
     "gpt_oss": {
         "one expert, one key head": {"num_experts_per_tok": 1, **heads(4, 1), "sliding_window": 5},
         "llama3 rope, all experts": {"rope_parameters": LLAMA3, "num_experts_per_tok": 6, "swiglu_limit": 0.5},
@@ -152,6 +197,30 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied, no dense layer": {"tie_word_embeddings": True, "first_k_dense_replace": 0, "n_routed_experts": 5},
         "a quarter rotates": {**partly(0.25), **heads(2, 2, 24), "routed_scaling_factor": 2.5},
         "one group of two": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4, "n_routed_experts": 10},
+    },
+    "glm_moe_dsa": {
+        "groups, one choice for three layers": {
+            **GROUPED, "num_hidden_layers": 4, "index_topk_pattern": "FSSF", "num_experts_per_tok": 4,
+        },
+        "biases, values as wide as queries, no dense layer": {
+            "attention_bias": True, **latents(12, 7, 6, 4, 10), "first_k_dense_replace": 0, "n_shared_experts": 3,
+        },
+        "yarn rope": {"rope_parameters": DEEPSEEK_YARN, "index_topk_freq": 2},
+        "llama3 rope, narrow ranks, mostly rotated": {"rope_parameters": LLAMA3, **latents(3, 2, 2, 8, 3)},
+        "linear rope, eight heads": {
+            "rope_parameters": LINEAR, "num_attention_heads": 8, "num_key_value_heads": 8, "index_n_heads": 1,
+        },
+        "two heads, a wide indexer": {
+            **latents(20, 24, 16, 6, 12), "num_attention_heads": 2, "num_key_value_heads": 2, "index_n_heads": 5,
+            "index_head_dim": 14,
+        },
+        "one expert, as it is": {"num_experts_per_tok": 1, "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+        "all experts": {"n_routed_experts": 5, "num_experts_per_tok": 5, "moe_intermediate_size": 20},
+        "one group of two": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4, "n_routed_experts": 10},
+        "tied, two dense layers, a large eps": {
+            "tie_word_embeddings": True, "mlp_layer_types": ["dense", "dense", "sparse"], "rms_norm_eps": 1e-2,
+        },
+        "an indexer for the longest row": {"index_topk": 190, "max_position_embeddings": 400},
     },
     "qwen3_5": {
         "ratio 1, two columns": {**delta_heads(2, 2, linear_conv_kernel_dim=2), "tie_word_embeddings": True},
@@ -226,7 +295,9 @@ def test_logits_and_gradients_of_every_weight_have_parity(family, changes, tmp_p
         assert (mine - reference).abs().max() <= 1e-5 * reference.abs().max()
     mean_loss(their_logits, rows).backward()
     mean_loss(our_logits, rows).backward()
-    weights, references = dict(ours.named_parameters()), gradients_of(theirs, ours.config)
+    # An indexer's weights have no gradient.
+    weights = {name: weight for name, weight in ours.named_parameters() if ".indexer." not in name}
+    references = gradients_of(theirs, ours.config)
     assert references.keys() == weights.keys()
     layers = "".join(getattr(theirs.config, "layer_types", []))
     for suffix, kind in BASES[family].weights.items():
