@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -223,6 +224,7 @@ SUMS = [tool_call("add", a=2, b=3), tool_call("add", a="x"), "1"]
 FORMS = {
     "tools": ("environment.tools=[FOLDER/sums.py:add]", SUMS, ["tool\n5<", "error"]),
     "factory": ("environment.factory=FOLDER/guessing.py:Guessing", GUESSES, ["higher", " Guess, between"]),
+    "mcp": ("environment.mcp=[PYTHON,FOLDER/server.py]", SUMS, ["tool\n5<"]),
     "skyrl": ("environment.skyrl=FOLDER/checking.py:Checking", ["1", "0", "No."], ["Try once more."]),
     "gymnasium": ("environment.gymnasium=FOLDER/stairs.py:Stairs", ["Up: 1", "0", "No."], ["from 0 to 1", "user\n1"]),
     # Rows without a token: there is no room for an opening, or none at all.
@@ -235,6 +237,8 @@ FORMS = {
     "form", [pytest.param(form, marks=() if form == "factory" else pytest.mark.slow) for form in FORMS]
 )
 def test_the_documented_tools_train_on_two_ranks(tmp_path, form):
+    if form == "mcp":
+        pytest.importorskip("mcp")
     for name, text in {**EXAMPLES, "failing.py": FAILING}.items():
         (tmp_path / name).write_text(text)
     setting, turns, expected = FORMS[form]
@@ -242,8 +246,9 @@ def test_the_documented_tools_train_on_two_ranks(tmp_path, form):
     finished(
         run_job(
             "train", tmp_path / "sums.yaml", f"run.dir={run}", f"model.path={model}", "environment.tools=[]",
-            setting.replace("FOLDER", str(tmp_path)), "data.train=synthetic://addition?low=0&high=1&count=4",
-            "reward.max_error_rate=0.9", "debug.batch_invariant=true", ranks=2,
+            setting.replace("FOLDER", str(tmp_path)).replace("PYTHON", sys.executable),
+            "data.train=synthetic://addition?low=0&high=1&count=4", "reward.max_error_rate=0.9",
+            "debug.batch_invariant=true", ranks=2,
         )
     )  # fmt: skip
     steps, samples = metrics_of(run), samples_of(run)

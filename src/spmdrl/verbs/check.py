@@ -10,6 +10,7 @@ from spmdrl.config.config import Config
 from spmdrl.config.given import DEFAULT, inline, shortened, value_leaves
 from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
+from spmdrl.engines.environment.environment_runner import name_of_tool
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.checked_rows import unread_columns
@@ -182,6 +183,8 @@ def row_lines(checked: CheckedRun, prepared: Prepared) -> Iterator[str]:
         taken = [name.removesuffix("=") for name in parameters]
         there = [name for name in prompt.columns if name in taken or "**" in taken]
         yield f"columns for {function}: {', '.join(there) or 'none'}"
+    if checked.environment is not None and checked.environment.tools:
+        yield f"tools of {checked.config.environment.key}: {', '.join(map(name_of_tool, checked.environment.tools))}"
 
 
 def _cut(text: str) -> list[str]:

@@ -73,6 +73,9 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch):
             ValueError, match=f"environment.{form} needs {package} .*: pip install {package}, or name a"
         ):
             EnvironmentPool(EnvironmentConfig(isolation="inline", **{form: "some"}))
+    monkeypatch.setitem(__import__("sys").modules, "mcp", None)
+    with pytest.raises(ValueError, match=r"environment\.mcp needs mcp .*: pip install mcp$"):
+        EnvironmentPool(EnvironmentConfig(isolation="inline", mcp=("server",)))
 
 
 def test_skyrl_gyms_own_environment_answers():

@@ -25,6 +25,7 @@ from spmdrl.engines.environment.episode import (
     Turn,
 )
 from spmdrl.engines.environment.gymnasium import load_gymnasium
+from spmdrl.engines.environment.mcp import load_mcp
 from spmdrl.engines.environment.skyrl import load_skyrl
 from spmdrl.engines.environment.trl import load_factory, load_tools
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
@@ -54,6 +55,7 @@ FORMS: dict[str, Callable[[str, Sequence[str]], Callable[[], Any]]] = {
     KEY: load_class,
     "environment.tools": load_tools,
     "environment.factory": load_factory,
+    "environment.mcp": load_mcp,
     "environment.skyrl": load_skyrl,
     "environment.gymnasium": load_gymnasium,
 }
@@ -143,7 +145,8 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
 
     signal.signal(signal.SIGALRM, is_late)
     key = settings["key"]
-    steps = Steps(load_environment(key, specs, settings["timeout_seconds"]), key)
+    environment = load_environment(key, specs, settings["timeout_seconds"])
+    steps, keeps = Steps(environment, key), getattr(environment, "keeps_processes", False)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
         except BaseException as error:
             return asdict(StepResult(verdict=Verdict.CRASHED, error=f"{key}: {explain(error)}"))
 
-    return Loaded(answer, asdict(steps.facts), lambda: bool(steps.sessions))
+    return Loaded(answer, asdict(steps.facts), lambda: keeps or bool(steps.sessions))
 
 
 class Steps:

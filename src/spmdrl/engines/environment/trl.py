@@ -22,6 +22,10 @@ _UNREAD = "unknown"
 """name of the function in a call that can't be read"""
 
 
+class ToolsLost(ConnectionError):
+    """Failure of what the tools run on: it ends the row, and isn't reported to the model."""
+
+
 def load_tools(key: str, specs: Sequence[str]) -> Callable[[], ToolFunctions]:
     """Load functions that the model may call; the result builds their environment."""
     from transformers.utils.chat_template_utils import get_json_schema  # Takes seconds.
@@ -107,7 +111,7 @@ class ToolSession:
             return {"error": f"Tool {call.name} not found."}
         try:
             return await _awaited(partial(self._functions[call.name], **call.arguments))
-        except bdb.BdbQuit:
+        except (bdb.BdbQuit, ToolsLost):
             raise
         except Exception as error:
             return {"error": str(error)}

@@ -165,6 +165,9 @@ class EnvironmentConfig(ProcessesConfig):
     factory: str | None = None
     """class pkg.mod:Name or file.py:Name in the form of TRL's environment_factory: an object per row, begun by
     reset(**row), whose public methods the model may call, and get_reward. In place of function"""
+    mcp: tuple[str, ...] = ()
+    """server whose tools the model may call (Model Context Protocol): [its URL], or its command with arguments, which
+    each process runs once. In place of function"""
     skyrl: str | None = None
     """environment of SkyRL-gym: a registered name, or a class pkg.mod:Name or file.py:Name. In place of function"""
     gymnasium: str | None = None
@@ -189,7 +192,8 @@ class EnvironmentConfig(ProcessesConfig):
             "gymnasium": self.gymnasium,
         }
         named = {f"environment.{name}": (spec,) for name, spec in one_each.items() if spec is not None}
-        return named | ({"environment.tools": self.tools} if self.tools else {})
+        lists = {"environment.tools": self.tools, "environment.mcp": self.mcp}
+        return named | {name: specs for name, specs in lists.items() if specs}
 
     @property
     def key(self) -> str | None:
