@@ -24,7 +24,7 @@ from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.runtime.workers.verdict import Verdict
 
-pytest.importorskip("mcp", reason="needs pip install -e '.[mcp]'")
+pytest.importorskip("mcp", reason="needs pip install -e '.[mcp]'; bash launch/test_environments.sh installs it")
 
 SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 PROMPT = [{"role": "user", "content": "Please."}]
