@@ -55,8 +55,12 @@ def test_what_is_put_back_goes_first():
 class Worker:
     """A worker's queues."""
 
-    calls: deque[PendingCall] = field(default_factory=deque)
+    begun: list[PendingCall] = field(default_factory=list)
     pinned: deque[PendingCall] = field(default_factory=deque)
+
+    @property
+    def unanswered(self) -> list[PendingCall]:
+        return [*self.begun, *self.pinned]
 
 
 def step(row: int, number: int = 0) -> PendingCall:
@@ -92,8 +96,9 @@ def test_calls_of_a_lost_worker_are_opened_elsewhere():
     queue.pass_on([lost])
     queue.add([step(3)])
     # It has begun to answer, and has a call that any worker may take.
-    lost.calls.extend([lost.pinned.popleft(), lost.pinned.popleft(), *calls_of(["free"])])
-    assert [call.key for call in queue.take_back(lost)] == ["free"]
+    failed = step(4)
+    lost.begun.extend([lost.pinned.popleft(), lost.pinned.popleft(), failed, *calls_of(["free"])])
+    assert [call.key for call in queue.take_back(lost, [failed])] == ["free"]
     queue.pass_on([other])
     assert keys(other) == ["opening", (1, 0), "opening", (2, 0), "opening", (3, 0)]
     assert not queue.owes_last([other])

@@ -192,8 +192,8 @@ class CallPool(Generic[A]):
 
     def _under_way(self) -> list[Subject]:
         """Return the subjects of the calls that workers compute now."""
-        calls = [next(iter(worker.calls.copy()), None) for worker in self._workers.copy()]
-        return [call.subject for call in calls if call is not None and call.subject is not None]
+        calls = [one.call for worker in self._workers.copy() for one in worker.begun.copy().values()]
+        return [call.subject for call in calls if call.subject is not None]
 
     def close(self) -> None:
         """End the workers with all that they started; keep answers not yet collected, drop open calls.
@@ -253,7 +253,7 @@ class CallPool(Generic[A]):
     def _dispatch(self) -> None:
         self._pinned.pass_on(self._workers)
         for worker in self._workers:
-            while worker.is_idle and (worker.pinned or self._pending):
+            while worker.takes_calls and (worker.pinned or self._pending):
                 calls: Sequence[PendingCall] = list(worker.pinned) or self._pending.take(self._num_workers)
                 worker.pinned.clear()
                 if calls := self._not_refused(calls):
@@ -292,11 +292,10 @@ class CallPool(Generic[A]):
                 self._receive(key.data)
 
     def _seconds_to_wait(self) -> float | None:
-        deadlines = [worker.deadline for worker in self._workers if not worker.is_idle]
+        deadlines = [worker.deadline for worker in self._workers]
         deadlines += [self._ends_at] if self._is_closed else []
-        if not deadlines:
-            return None
-        return max(0.0, min(deadlines) - time.monotonic())
+        first = min(deadlines, default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _receive(self, worker: WorkerProcess) -> None:
         try:
@@ -317,52 +316,56 @@ class CallPool(Generic[A]):
             self._lose(worker, Verdict.CRASHED, str(message["error"]))
             return True
         if not worker.is_ready and "ready" in message:
-            worker.is_ready = True
+            worker.is_ready, worker.is_concurrent = True, bool(message.get("is_concurrent"))
             self.facts = message.get("facts")
             if all(other.is_ready for other in self._workers) and not self._started.done():
                 self._started.set_result(None)
             return True
-        call = worker.calls[0] if worker.calls else None
-        seconds = message.get("seconds")
-        if call is None or message.get("nonce") != call.nonce or not isinstance(seconds, float):
+        nonce, seconds = message.get("nonce"), message.get("seconds")
+        if not isinstance(nonce, str) or nonce not in worker.begun or not isinstance(seconds, float):
             return False
+        call = worker.begun[nonce].call
         answer = self._answers.read(message.get("answer"), call, seconds)
         if answer is None:
             return False
-        worker.answered()
+        worker.answered(call)
         self.deliver(call.key, answer)
         return True
 
     def _end_overdue(self) -> None:
         for worker in list(self._workers):
-            if worker.is_overdue:
-                limit = worker.calls[0].limit if worker.calls else ""
-                self._lose(worker, Verdict.TIMED_OUT, f"it was over {limit}")
+            if time.monotonic() > worker.deadline:
+                late = min(worker.begun.values(), key=lambda one: one.deadline, default=None)
+                self._lose(worker, Verdict.TIMED_OUT, f"it was over {late.call.limit if late else ''}")
 
     def _lose(self, worker: WorkerProcess, verdict: Verdict, reason: str) -> None:
-        """Kill a worker, give its current call, if any, the verdict, and requeue its other calls.
+        """Kill a worker, give the calls that it worked on the verdict, if late only the late ones; requeue the others.
 
         What it held of an affinity is lost: calls that opened or closed it are dropped, and others open it again.
         """
+        now, is_late = time.monotonic(), verdict is Verdict.TIMED_OUT
+        begun = [one.call for one in worker.begun.values() if now > one.deadline or not is_late]
+        # A call fails with the one that was to open for it.
+        failed = [call for call in worker.unanswered if call in begun or call.opening in begun]
         ending = worker.kill()
         self._workers.remove(worker)
-        call = worker.calls.popleft() if worker.calls else None
-        # A call fails with the one that was to open for it.
-        failed = call if call is None or call.is_last or call.key is not None else worker.calls.popleft()
-        self._pending.put_back(self._pinned.take_back(worker))
-        if call is not None and failed is not None:
-            how = reason if verdict is Verdict.TIMED_OUT else f"{reason}, {ending}"
+        self._pending.put_back(self._pinned.take_back(worker, failed))
+        if begun:
+            call = begun[0]
+            how = reason if is_late else f"{reason}, {ending}"
             if ending in self._setup.endings.values():
                 how = ending
             when = "in this call" if call.key is not None else f"as it {'closed' if call.is_last else 'opened'} a row"
+            when = when if len(begun) == 1 else f"in one of {len(begun)} calls"
             error = f"the {self._setup.section} process was lost {when}: {how}"
-            if call.is_last:
+            if all(one.key is None for one in failed):
                 show(error, stream=sys.stderr)
-            if self._strikes is not None and call.subject is not None:
+            if self._strikes is not None and call.subject is not None and len(begun) == 1:
                 self._strikes.add(Strike(call.subject, error))
-            self._fail(failed, verdict, error)
+            for one in failed:
+                self._fail(one, verdict, error)
         elif not worker.is_ready:
-            if verdict is Verdict.TIMED_OUT:
+            if is_late:
                 reason = "the functions took too long to load; keep slow work out of the module's top level"
             elif not reason.startswith(self._setup.functions_key):
                 reason = f"the process that loads {self._setup.functions_key} was lost: {reason}, {ending}"

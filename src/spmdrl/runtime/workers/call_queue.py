@@ -115,11 +115,11 @@ class PinnedCalls:
     def owes_last(self, workers: Sequence[WorkerProcess]) -> bool:
         """Return True if a call that ends its affinity isn't answered."""
         self.pass_on(workers)
-        return any(call.is_last for worker in workers for call in (*worker.calls, *worker.pinned))
+        return any(call.is_last for worker in workers for call in worker.unanswered)
 
-    def take_back(self, lost: WorkerProcess) -> list[PendingCall]:
-        """Queue a lost worker's calls again, to be opened elsewhere; returns those without an affinity."""
+    def take_back(self, lost: WorkerProcess, failed: Sequence[PendingCall]) -> list[PendingCall]:
+        """Queue a lost worker's other calls again, to be opened elsewhere; returns those without an affinity."""
         self._pins = {affinity: worker for affinity, worker in self._pins.items() if worker is not lost}
-        left = [call for call in (*lost.calls, *lost.pinned) if call.key is not None]
+        left = [call for call in lost.unanswered if call.key is not None and call not in failed]
         self._calls.extendleft(call for call in reversed(left) if call.affinity is not None)
         return [call for call in left if call.affinity is None]

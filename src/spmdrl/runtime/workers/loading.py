@@ -6,6 +6,7 @@ import bdb
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -23,11 +24,15 @@ class Loaded:
     """A worker's functions, ready to answer."""
 
     answer: Callable[[dict[str, Any]], Any]
-    """handler of a message"""
+    """handler of a message; a coroutine function takes further ones while others wait, in a concurrent worker"""
     facts: Any = None
     """facts about the functions for the pool"""
     keeps_processes: Callable[[], bool] = bool
-    """true while processes that calls started live on"""
+    """true while processes that calls started live on; not asked of a concurrent worker, which ends them itself"""
+
+    @property
+    def is_concurrent(self) -> bool:
+        return inspect.iscoroutinefunction(self.answer)
 
 
 _OTHERS = ("<", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))

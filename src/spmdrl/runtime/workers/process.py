@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,12 +18,14 @@ from typing import Any
 from spmdrl.runtime.workers.descent import ProcessTree, send
 from spmdrl.runtime.workers.guard import ENDINGS
 from spmdrl.runtime.workers.strikes import Subject
+from spmdrl.runtime.workers.worker import MAX_LINE_BYTES
 
 _READ_BYTES = 1 << 16
 _MAX_START_SECONDS = 120.0
 _MAX_OWN_END_SECONDS = 0.3
 _MAX_END_SECONDS = 2.0
-_MAX_LINE_BYTES = 1 << 30
+# A concurrent worker ends late calls itself, and is lost only if it doesn't.
+_GRACE_SECONDS = 30.0
 # Variables that every worker gets: paths of programs and libraries, locale, devices. No credentials, so that a job's
 # secrets aren't passed on.
 _VARIABLES = frozenset(
@@ -67,6 +70,14 @@ class PendingCall:
 
 
 @dataclass(frozen=True)
+class BegunCall:
+    """A call that a worker works on, and its deadline on the monotonic clock."""
+
+    call: PendingCall
+    deadline: float
+
+
+@dataclass(frozen=True)
 class WorkerSetup:
     """Inputs of every worker of a pool, and the names of its settings in messages."""
 
@@ -98,7 +109,7 @@ class WorkerSetup:
 class WorkerProcess:
     """A worker with its guard, which kills it with all that it started: starting -> idle -> busy -> idle ... -> killed.
 
-    While busy, it answers its calls one after another, each with its own deadline.
+    While busy, it answers its calls one after another, each with its own deadline; a concurrent one all at once.
     """
 
     def __init__(self, setup: WorkerSetup):
@@ -130,11 +141,14 @@ class WorkerProcess:
         self._unsent = memoryview(line_of(first))
         self._has_ended = False
         self.is_ready = False
-        self.calls: deque[PendingCall] = deque()
-        """calls not yet answered; it works on the first"""
+        self.is_concurrent = False
+        self.begun: dict[str, BegunCall] = {}
+        """calls that it works on, by nonce"""
+        self._next: deque[PendingCall] = deque()
+        """calls that it has, behind those begun"""
         self.pinned: deque[PendingCall] = deque()
         """calls that wait for this worker"""
-        self.deadline = time.monotonic() + _MAX_START_SECONDS
+        self._start_deadline = time.monotonic() + _MAX_START_SECONDS
 
     @property
     def pid(self) -> int:
@@ -142,29 +156,45 @@ class WorkerProcess:
         return self._process.pid
 
     @property
-    def is_idle(self) -> bool:
-        return self.is_ready and not self.calls
+    def takes_calls(self) -> bool:
+        return self.is_ready and (self.is_concurrent or not self.begun)
+
+    @property
+    def unanswered(self) -> list[PendingCall]:
+        """Calls that it has and that wait for it, in their order."""
+        return [*(one.call for one in self.begun.values()), *self._next, *self.pinned]
+
+    @property
+    def deadline(self) -> float:
+        """Time at which it is lost; never while it is idle."""
+        if not self.is_ready:
+            return self._start_deadline
+        return min((one.deadline for one in self.begun.values()), default=math.inf)
 
     @property
     def has_unsent(self) -> bool:
         return len(self._unsent) > 0
 
-    @property
-    def is_overdue(self) -> bool:
-        return not self.is_idle and time.monotonic() > self.deadline
-
     def start(self, calls: Sequence[PendingCall]) -> None:
         """Give it calls, each with its own time limit."""
-        assert self.is_idle, (self.pid, self.calls)
-        self.calls.extend(calls)
-        self.deadline = time.monotonic() + calls[0].seconds
-        self._unsent = memoryview(b"".join(call.line for call in calls))
+        assert self.takes_calls, (self.pid, self.begun)
+        self._next.extend(calls)
+        self._begin()
+        self._unsent = memoryview(b"".join((self._unsent, *(call.line for call in calls))))
 
-    def answered(self) -> None:
-        """Drop the first call, which is answered, and start the next one's deadline, if any."""
-        self.calls.popleft()
-        if self.calls:
-            self.deadline = time.monotonic() + self.calls[0].seconds
+    def answered(self, call: PendingCall) -> None:
+        """Drop a call that it worked on, and start the next one's deadline, if any."""
+        del self.begun[call.nonce]
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._next and self.takes_calls:
+            call = self._next.popleft()
+            seconds = call.seconds
+            if self.is_concurrent:
+                # It has the opening call at the same time, and answers that one first.
+                seconds += _GRACE_SECONDS + (call.opening.seconds if call.opening else 0.0)
+            self.begun[call.nonce] = BegunCall(call, time.monotonic() + seconds)
 
     def send(self) -> None:
         """Write as much as the pipe takes now."""
@@ -188,8 +218,8 @@ class WorkerProcess:
         ended, newline, begun = data.rpartition(b"\n")
         if not newline:
             self._received += begun
-            if len(self._received) > _MAX_LINE_BYTES:
-                raise WorkerLost(f"it sent more than {_MAX_LINE_BYTES} bytes")
+            if len(self._received) > MAX_LINE_BYTES:
+                raise WorkerLost(f"it sent more than {MAX_LINE_BYTES} bytes")
             return []
         lines, self._received = (self._received + ended).split(b"\n"), bytearray(begun)
         try:
@@ -222,8 +252,8 @@ class WorkerProcess:
 def line_of(message: Any) -> bytes:
     """Encode a message as a line of JSON; values that JSON lacks (dates, decimals) become text."""
     line = json.dumps(message, default=str).encode() + b"\n"
-    if len(line) > _MAX_LINE_BYTES:
-        raise ValueError(f"a call takes {len(line)} bytes, but at most {_MAX_LINE_BYTES}; send fewer rows per call")
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"a call takes {len(line)} bytes, but at most {MAX_LINE_BYTES}; send fewer rows per call")
     return line
 
 

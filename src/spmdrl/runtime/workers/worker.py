@@ -26,6 +26,7 @@ from spmdrl.runtime.workers.loading import Loaded, explain
 
 # A worker's reports to its guard, one per line, and the guard's answer.
 LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
+MAX_LINE_BYTES = 1 << 30
 
 
 def main(control: socket.socket) -> None:
@@ -56,7 +57,10 @@ def main(control: socket.socket) -> None:
         return
     # Processes that run by now belong to the module, not to a call.
     _report(control, LOADED)
-    _write(results, {"ready": True, "facts": loaded.facts})
+    _write(results, {"ready": True, "facts": loaded.facts, "is_concurrent": loaded.is_concurrent})
+    if loaded.is_concurrent:
+        _answer_as_they_come(loaded, calls, results)
+        return
     # The last line is cut off if the rank died while writing it.
     while (line := calls.readline()).endswith(b"\n"):
         message = json.loads(line)
@@ -67,6 +71,28 @@ def main(control: socket.socket) -> None:
         if not loaded.keeps_processes():
             # Leave nothing of this call to the next one.
             _report(control, ENDED)
+
+
+def _answer_as_they_come(loaded: Loaded, calls: BinaryIO, results: BinaryIO) -> None:
+    """Answer each call as soon as that can be, until they end."""
+    # Other workers start in two thirds of the time without it.
+    import asyncio
+
+    async def answer(message: dict[str, Any]) -> None:
+        nonce, started = message.pop("nonce"), time.perf_counter()
+        answer = await loaded.answer(message)
+        _write(results, {"nonce": nonce, "answer": answer, "seconds": time.perf_counter() - started})
+
+    async def answer_all() -> None:
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), calls)
+        under_way: set[asyncio.Task[None]] = set()
+        while (line := await reader.readline()).endswith(b"\n"):
+            task = asyncio.create_task(answer(json.loads(line)))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+
+    asyncio.run(answer_all())
 
 
 def _report(control: socket.socket, what: bytes) -> None:
