@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from spmdrl.runtime.screen import show
@@ -38,11 +39,18 @@ _MAX_SWEEP_SECONDS = 2.0
 class Guard:
     """Watcher of one worker and its descendants."""
 
-    def __init__(self, parent: int, worker_pid: int, control: socket.socket, memory_limit_bytes: int | None):
+    def __init__(
+        self, parent: int, worker_pid: int, control: socket.socket, memory_limit_bytes: int | None,
+        check_seconds: float = _CHECK_SECONDS,
+    ):  # fmt: skip
+        """`check_seconds` is the least time between looks at the memory of all."""
         self._parent = parent
         self._worker = worker_pid
         self._control = control
         self._memory_limit_bytes = memory_limit_bytes
+        self._check_seconds = check_seconds
+        self._has_guards = False
+        """true if what the worker starts has guards of its own"""
         self._tree = ProcessTree(os.getpid())
         self._kept: set[tuple[int, int]] = set()
         self._status: int | None = None
@@ -76,7 +84,7 @@ class Guard:
                 if code := self._broken_limit(are_many):
                     return code
                 # With thousands of processes on a node a scan takes milliseconds: it stays at 1% of a core.
-                next_check = time.monotonic() + max(_CHECK_SECONDS, 100 * (time.process_time() - start))
+                next_check = time.monotonic() + max(self._check_seconds, 100 * (time.process_time() - start))
 
     def end_all(self) -> None:
         """Kill the worker and all that it started."""
@@ -105,6 +113,7 @@ class Guard:
         if not reports:
             poll.unregister(self._control)
         for report in reports.splitlines():
+            self._has_guards |= report == worker.SERVES
             if report == worker.LOADED:
                 self._kept = {(one.pid, one.start) for one in self._tree.members()}
             if report == worker.ENDED and not self._end_detached():
@@ -138,7 +147,14 @@ class Guard:
             # Stopped meanwhile: a fork bomb would outrun the count.
             self._send_group(signal.SIGSTOP)
         self._newest = newest_process()
-        pids = [one.pid for one in self._tree.members()]
+        members = self._tree.members()
+        if self._has_guards:
+            # What lost its guard has come here.
+            for one in members:
+                if one.parent == os.getpid() and one.pid != self._worker:
+                    send(one.pid, signal.SIGKILL)
+            members = [one for one in members if one.pid == self._worker]
+        pids = [one.pid for one in members]
         if len(pids) > MAX_PROCESSES:
             return OVER_PROCESSES
         if are_many:
@@ -148,24 +164,34 @@ class Guard:
         return None
 
 
+def fork_watched(child: Callable[[socket.socket], object]) -> tuple[int, socket.socket]:
+    """Fork `child`, and become the guard to be: adopt its orphans, ignore signals. Returns its id and the way to it."""
+    adopt_orphans()
+    guard_end, child_end = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        guard_end.close()
+        child(child_end)
+        os._exit(0)
+    child_end.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    return pid, guard_end
+
+
 def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
     """Fork the worker and watch it to its end."""
-    adopt_orphans()
-    guard_end, worker_end = socket.socketpair()
     said_fd, saying_fd = os.pipe()
-    worker_pid = os.fork()
-    if worker_pid == 0:
-        guard_end.close()
+
+    def work(control: socket.socket) -> None:
         os.dup2(saying_fd, 2)
         os.closerange(said_fd, saying_fd + 1)
-        worker.main(worker_end)
-        os._exit(0)
-    worker_end.close()
+        worker.main(control)
+
+    worker_pid, guard_end = fork_watched(work)
     os.close(saying_fd)
     showing = threading.Thread(target=_show, args=(said_fd,), daemon=True)
     showing.start()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     calls_fd = os.dup(0)
     # The rank reads results up to the end of file, which needs the worker's end of the pipe closed.
     with open(os.devnull, "r+b") as nothing:
@@ -175,7 +201,12 @@ def main(parent: int, memory_limit_bytes: int | None) -> NoReturn:
     code = guard.watch(calls_fd)
     guard.end_all()
     showing.join(_CHECK_SECONDS)
-    _end_with(code)
+    end_with(code)
+
+
+def ending_of(code: int) -> str:
+    """Describe an exit code, as of `os.waitstatus_to_exitcode`."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _show(said_fd: int) -> None:
@@ -187,7 +218,8 @@ def _show(said_fd: int) -> None:
             show(decoder.decode(said), stream=sys.stderr, end="")
 
 
-def _end_with(code: int) -> NoReturn:
+def end_with(code: int) -> NoReturn:
+    """End this process as another one ended, with `code` as of `os.waitstatus_to_exitcode`."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):

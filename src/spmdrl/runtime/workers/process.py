@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.runtime.workers.descent import ProcessTree, send
-from spmdrl.runtime.workers.guard import ENDINGS
+from spmdrl.runtime.workers.guard import ENDINGS, ending_of
 from spmdrl.runtime.workers.strikes import Subject
 from spmdrl.runtime.workers.worker import MAX_LINE_BYTES
 
@@ -244,9 +244,7 @@ class WorkerProcess:
             send(self.pid, signal.SIGKILL)
             code = self._process.wait()
         self._process.stdout.close()
-        if code in self._endings:
-            return self._endings[code]
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self._endings.get(code) or ending_of(code)
 
 
 def line_of(message: Any) -> bytes:

@@ -25,7 +25,7 @@ from spmdrl.runtime.workers.descent import die_with_parent
 from spmdrl.runtime.workers.loading import Loaded, explain
 
 # A worker's reports to its guard, one per line, and the guard's answer.
-LOADED, ENDED, SEEN = b"loaded", b"ended", b"."
+LOADED, SERVES, ENDED, SEEN = b"loaded", b"serves", b"ended", b"."
 MAX_LINE_BYTES = 1 << 30
 
 
@@ -56,7 +56,7 @@ def main(control: socket.socket) -> None:
         )
         return
     # Processes that run by now belong to the module, not to a call.
-    _report(control, LOADED)
+    _report(control, SERVES if loaded.is_concurrent else LOADED)
     _write(results, {"ready": True, "facts": loaded.facts, "is_concurrent": loaded.is_concurrent})
     if loaded.is_concurrent:
         _answer_as_they_come(loaded, calls, results)
