@@ -18,6 +18,7 @@ from spmdrl.engines.environment.episode import (
     Environment,
     Episode,
     Observation,
+    Opening,
     Reply,
     Row,
     Session,
@@ -71,6 +72,8 @@ class EnvironmentFacts:
     """schemas of functions that the model may call; None leaves turns unread"""
     has_openings: bool = False
     """True if sessions add to the prompt's last message"""
+    has_own_prompts: bool = False
+    """True if openings are whole conversations, in place of the data's prompts"""
 
     @classmethod
     def of(cls, environment: Any, key: str) -> EnvironmentFacts:
@@ -108,9 +111,9 @@ class StepResult:
     def of(cls, fields: Mapping[str, Any]) -> StepResult:
         """Build from JSON of `asdict`'s result. Raises KeyError, TypeError or ValueError for anything else."""
         verdict = None if fields["verdict"] is None else Verdict(fields["verdict"])
-        read = fields["observation"]
-        observation = None if read is None else Reply(**read) if "messages" in read else Observation(**read)
-        return cls(observation, fields["reward"], verdict, fields["error"])
+        read = fields["observation"] or {}
+        kind = Opening if "tools" in read else Reply if "messages" in read else Observation
+        return cls(kind(**read) if read else None, fields["reward"], verdict, fields["error"])
 
 
 def load_environment(key: str, specs: Sequence[str], alarm_seconds: float = 0.0) -> Any:
@@ -258,7 +261,7 @@ def is_observation(value: Any) -> bool:
         return False
     if isinstance(value, Reply):
         try:
-            written = json.dumps(value.messages, ensure_ascii=False)
+            written = json.dumps([value.messages, getattr(value, "tools", None)], ensure_ascii=False)
             are_objects = all(isinstance(message, Mapping) for message in value.messages)
             are_names = all(isinstance(name, str) for name in value.errors)
             return are_objects and are_names and len(written) <= MAX_CHARACTERS and bool(written.encode())

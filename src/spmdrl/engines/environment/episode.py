@@ -93,6 +93,14 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Opening(Reply):
+    """First messages of a row, in place of the data's prompt."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """schemas of functions that the model may call"""
+
+
+@dataclass(frozen=True)
 class End:
     """Answer that finishes the row."""
 

@@ -54,6 +54,22 @@ class Conversation:
         self._renderer, self._tokenizer = renderer, renderer.tokenizer
         self._forms: dict[tuple[str, ...], _Form] = {}
 
+    def begun(self, messages: Messages, columns: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a conversation's first messages, through the start of the model's turn.
+
+        Texts of messages, and of the functions in the column `tools`, have no special tokens. Raises ValueError for
+        messages that the template doesn't write.
+        """
+        if messages[-1].get("role") not in _ROLES:
+            raise ValueError(
+                f"the last message has the role {messages[-1].get('role')!r}, but the model answers one of "
+                f"{' or '.join(_ROLES)}"
+            )
+        cut = _unused_letter([*messages, *(columns.get("tools") or ())])
+        columns = {**columns, "tools": self._cut(columns.get("tools"), cut)}
+        asked = [self._cut(message, cut) for message in self._renderer.messages(messages)]
+        return self._tokens(self._renderer.rendered(asked, columns, add_generation_prompt=True), cut)
+
     def after_turn(self, prompt: str | Messages, columns: Mapping[str, Any], last_id: int, new: Messages) -> list[int]:
         """Return the tokens that follow a model's turn: its end, unless `last_id` is that, and the new messages.
 
@@ -79,12 +95,16 @@ class Conversation:
         form, end_of_turn = self._forms[roles], self._renderer.end_of_turn
         tail = self._tail(form, prompt, columns, new, alone=False)
         tail = tail[tail.index(form.end) if form.end else form.skipped :]
-        # JSON in ASCII escapes the letter.
-        parts = filter(None, re.split(rf"{cut}|\\u{ord(cut):04x}", tail))
-        ids = [token_id for part in parts for token_id in self._tokenizer.encode_behind(part)]
+        ids = self._tokens(tail, cut)
         ends = self._tokenizer.encode(form.end)
         is_ended = form.end and (last_id == ends[-1] or (end_of_turn is not None and last_id == end_of_turn.token_id))
         return ids[len(ends) :] if is_ended else ids
+
+    def _tokens(self, text: str, cut: str) -> list[int]:
+        """Return the tokens of a text in mid-text without the letters that cut special tokens."""
+        # JSON in ASCII escapes the letter.
+        parts = filter(None, re.split(rf"{cut}|\\u{ord(cut):04x}", text))
+        return [token_id for part in parts for token_id in self._tokenizer.encode_behind(part)]
 
     def _checked(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         role = message.get("role")

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from os.path import commonprefix
 from typing import Any
 
@@ -76,13 +76,16 @@ class Renderer:
     def __init__(
         self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None, *, has_openings: bool = False,
+        has_own_prompts: bool = False,
     ):  # fmt: skip
         """`tools` are schemas of functions that every row has, beside those of its column; even without any, an
         environment that gives them needs the chat template.
 
-        With `has_openings`, an environment adds to the last message of each prompt, behind which it is cut.
+        With `has_openings`, an environment adds to the last message of each prompt, behind which it is cut; with
+        `has_own_prompts` it gives whole conversations, of which a prompt is the beginning that all have.
         """
-        self.options, self.own_tools, self.has_openings = options or TemplateOptions(), tools, has_openings
+        self.options, self.own_tools = options or TemplateOptions(), tools
+        self.has_openings, self.has_own_prompts = has_openings, has_own_prompts
         own = self.options.own_template()
         self.tokenizer = tokenizer if own is None else tokenizer.with_template(own)
 
@@ -93,7 +96,8 @@ class Renderer:
     def uses_template(self, prompt: str | Messages) -> bool:
         """Return True if the chat template renders this prompt. Raises ValueError if it must, but there is none."""
         is_text = isinstance(prompt, str)
-        if self.options.use == "never" or (self.options.use == "auto" and is_text):
+        is_plain = self.options.use == "never" or (self.options.use == "auto" and is_text)
+        if is_plain and not self.has_own_prompts:
             return False
         if not self.has_template:
             raise ValueError(
@@ -123,6 +127,8 @@ class Renderer:
 
     def prompt_text(self, prompt: str | Messages, columns: Mapping[str, Any]) -> str:
         """Return the text before the answer or opening; if messages end with an assistant's one, it is continued."""
+        if self.has_own_prompts:
+            return _beginning(self)
         if self.has_openings:
             return self.cut(prompt, columns)[0]
         if not self.uses_template(prompt):
@@ -377,6 +383,20 @@ class Renderer:
         folder = self.tokenizer.folder
         named = folder / "chat_template.jinja"
         return str(self.options.file or (named if named.is_file() else folder / "tokenizer_config.json"))
+
+
+@cache
+def _beginning(renderer: Renderer) -> str:
+    """Return the text of the token with which all conversations begin. Raises ValueError without the template."""
+    use = renderer.options.use
+    if not renderer.has_template or use == "never":
+        raise ValueError(
+            "the environment gives conversations, which the chat template writes, but data.chat_template is "
+            f"'{use}' and the tokenizer has {'a' if renderer.has_template else 'no'} template; set data.chat_template: "
+            "auto, and use a model that has one or data.chat_template_file"
+        )
+    text = renderer.rendered(renderer.messages("?"), {}, add_generation_prompt=True)
+    return renderer.tokenizer.decode_all(renderer.tokenizer.encode_behind(text)[:1])
 
 
 def unused_word(messages: Messages) -> str:

@@ -140,7 +140,10 @@ def prepare(
         # Raises ValueError if no token would end a verdict.
         ModelTokenizer(sources[JUDGE].folder)
     facts, vocab_size = checked.environment or EnvironmentFacts(False, None), source.decoder.vocab_size
-    renderer = Renderer(tokenizer, config.data.template, facts.tools, has_openings=facts.has_openings)
+    renderer = Renderer(
+        tokenizer, config.data.template, facts.tools,
+        has_openings=facts.has_openings, has_own_prompts=facts.has_own_prompts,
+    )  # fmt: skip
     if facts.tools:
         check_tools(renderer)
     learnt = LearntRows(renderer, config.sft.turns if checked.verb == "sft" else "last")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from spmdrl.dataflow.data.column_names import Messages
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.rows import turn_texts
-from spmdrl.engines.environment.episode import Episode, Row, Turn, TurnParts
+from spmdrl.engines.environment.episode import Episode, Opening, Row, Turn, TurnParts
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
 from spmdrl.runtime.workers.verdict import Outcome
 
-ReadTurn = Callable[[Prompt, Sequence[int]], TurnParts]
-"""Parts of a turn's tokens."""
+ReadTurn = Callable[["TurnRow", Sequence[int]], TurnParts]
+"""Parts of a turn's tokens in a row."""
 
 
 @dataclass(eq=False)
@@ -29,6 +31,8 @@ class TurnRow:
     """number of the present one; 0 before a row's opening"""
     start: int = 0
     """number of tokens before the present turn"""
+    opening: Opening | None = None
+    """messages in place of the data's prompt"""
     outcome: Outcome | None = None
     parts: list[TurnParts] = field(default_factory=list)
     """parts of the turns so far"""
@@ -53,6 +57,14 @@ class TurnRow:
     @property
     def row(self) -> int:
         return self.request.rows[self.member]
+
+    @property
+    def asked(self) -> tuple[str | Messages, dict[str, Any]]:
+        """The prompt, the data's or the environment's, and the columns that its template reads."""
+        prompt, opening = self.prompt, self.opening
+        if opening is None:
+            return prompt.original, prompt.columns
+        return [*map(dict, opening.messages)], {**prompt.columns, "tools": opening.tools}
 
     @property
     def num_left(self) -> int:
@@ -120,7 +132,7 @@ class TurnRow:
         texts = turn_texts(given.token_ids, given.turns, decode)[given.turns[0] == 0 :]
         for turn in range(len(self.parts) + 1, len(texts) + 1):
             ids = [token for token, of_turn in zip(given.token_ids, given.turns, strict=True) if of_turn == turn]
-            self.parts.append(read(self.prompt, ids))
+            self.parts.append(read(self, ids))
         *before, last = [Turn(*words, **vars(parts)) for words, parts in zip(texts, self.parts, strict=True)]
         seed = self.request.seeds[self.member]
         return Episode(

@@ -13,6 +13,7 @@ so every last bit, depends on tokens only.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,9 +27,9 @@ from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_reque
 from spmdrl.dataflow.stages.rollout.turn_row import ReadTurn, TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
-from spmdrl.engines.environment.episode import Observation, Reply, Row, TurnParts
+from spmdrl.engines.environment.episode import Observation, Opening, Reply, Row, TurnParts
 from spmdrl.engines.environment.journal import Journal
-from spmdrl.engines.environment.tool_calls import TurnReader
+from spmdrl.engines.environment.tool_calls import TurnReader, check_tools
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
 from spmdrl.engines.models.conversation import Conversation
@@ -170,6 +171,7 @@ class RolloutTurns:
         else:
             read = result.observation
             row.earn(read.reward)
+            row.opening = read if isinstance(read, Opening) else row.opening
             try:
                 token_ids = self._encode(row, read)
                 if max(token_ids, default=0) >= self._vocab_size:
@@ -229,17 +231,26 @@ def build_turns(
         return None
     pool = stack.enter_context(EnvironmentPool(config, strikes=strikes, journal=journal)) if mesh.is_leader else None
     tokenizer, conversation, reader = renderer.tokenizer, Conversation(renderer), TurnReader(renderer)
+    check = functools.cache(partial(check_tools, renderer))
 
     def encode(row: TurnRow, read: Observation | Reply) -> list[int]:
+        prompt, columns = row.asked
         if isinstance(read, Observation):
-            after = read.after if row.turn else renderer.cut(row.prompt.original, row.prompt.columns)[1]
+            after = read.after if row.turn else renderer.cut(prompt, columns)[1]
             return tokenizer.encode_foreign(read.text, read.before, after)
-        prompt = row.prompt
-        return conversation.after_turn(prompt.original, prompt.columns, row.so_far.token_ids[-1], read.messages)
+        if row.turn:
+            return conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages)
+        if columns["tools"]:
+            check()
+        before = list(row.request.prompt_ids)
+        ids = conversation.begun(read.messages, columns)
+        if ids[: len(before)] != before:
+            raise ValueError(f"the chat template begins this conversation by token {ids[0]}, and others by {before}")
+        return ids[len(before) :]
 
-    def read(prompt: Prompt, ids: Sequence[int]) -> TurnParts:
+    def read(row: TurnRow, ids: Sequence[int]) -> TurnParts:
         has_tools = pool is not None and pool.facts.tools is not None
-        return reader.read(ids, renderer.tools_of(prompt.columns) or ()) if has_tools else TurnParts()
+        return reader.read(ids, renderer.tools_of(row.asked[1]) or ()) if has_tools else TurnParts()
 
     return RolloutTurns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
