@@ -18,7 +18,7 @@ _LOST = (-32000, -32600)
 
 def load_mcp(key: str, specs: Sequence[str]) -> Callable[[], McpTools]:
     """Import the client of a server's command or URL; the result connects, and builds the environment."""
-    mcp = load_optional("mcp", "mcp", key, otherwise="")
+    mcp = load_optional("mcp", "mcp", key, instead="")
     command, *arguments = specs
     server: Any = command
     if arguments or not command.startswith(("http://", "https://")):

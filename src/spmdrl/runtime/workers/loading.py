@@ -66,12 +66,12 @@ def load_attribute(spec: str, key: str, built_in: Iterable[str], kind: Kind) -> 
     return found
 
 
-def load_optional(module: str, package: str, key: str, otherwise: str = ", or name a file.py:Class") -> Any:
-    """Import a library that only the setting `key` needs. Raises ValueError if it isn't installed."""
+def load_optional(module: str, package: str, key: str, instead: str = ", or name a file.py:Class") -> Any:
+    """Import a library that only the setting `key` needs. Raises ValueError, with a way out, if it isn't installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{key} needs {package} ({error}): pip install {package}{otherwise}") from error
+        raise ValueError(f"{key} needs {package} ({error}): pip install {package}{instead}") from error
 
 
 def _is_offered(value: object, kind: Kind, module: ModuleType) -> bool:
