@@ -227,6 +227,7 @@ FORMS = {
     "mcp": ("environment.mcp=[PYTHON,FOLDER/server.py]", SUMS, ["tool\n5<"]),
     "skyrl": ("environment.skyrl=FOLDER/checking.py:Checking", ["1", "0", "No."], ["Try once more."]),
     "gymnasium": ("environment.gymnasium=FOLDER/stairs.py:Stairs", ["Up: 1", "0", "No."], ["from 0 to 1", "user\n1"]),
+    "program": ("environment.program=FOLDER/agent.py:two_tries", ["1", "0", "No."], ["user\n1+", "Try once more."]),
     # Rows without a token: there is no room for an opening, or none at all.
     "failing": ("environment.factory=FOLDER/failing.py:Failing", GUESSES, ["GUESS, BETWEEN"]),
 }
@@ -241,6 +242,8 @@ def test_the_documented_tools_train_on_two_ranks(tmp_path, form):
         pytest.importorskip("mcp")
     for name, text in {**EXAMPLES, "failing.py": FAILING}.items():
         (tmp_path / name).write_text(text)
+    if form == "program":
+        pytest.importorskip("aiohttp"), pytest.importorskip("openai")
     setting, turns, expected = FORMS[form]
     model, run = make_chat_model(tmp_path / "model", turns), tmp_path / "run"
     finished(
@@ -432,6 +435,131 @@ def test_two_ranks_hold_the_sessions_of_one(tmp_path):
     assert one[:32] == two[:32], "before the first update, which adds up in another order, bits are the same too"
     for name, weight in weights.items():
         torch.testing.assert_close(of_two[name], weight, rtol=1e-4, atol=1e-5)
+
+
+AGENT = """
+import json, os, sys, time, urllib.request
+
+def ask(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps({"messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]["message"]
+
+def converse(row):
+    with open(__file__ + ".starts", "a") as starts:
+        starts.write(".")
+    messages = [{"role": "system", "content": str(row.seed % 100)}]
+    for number in range(3):
+        messages += [{"role": "user", "content": f"{number}: {row.prompt}"}]
+        messages += [ask(messages)]
+        if messages[-1]["content"] == "0":
+            break
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    return said.count(row.columns["answer"]) / 4
+
+def failing(row):
+    if row.seed % 4 == 1:
+        ask([{"role": "user", "content": "?"}])
+        raise RuntimeError("on purpose")
+    if row.seed % 4 == 2:
+        time.sleep(600)
+    if row.seed % 4 == 3:
+        os.fork()
+    return converse(row)
+
+if __name__ == "__main__":
+    from types import SimpleNamespace
+    converse(SimpleNamespace(**json.load(sys.stdin)))
+"""
+
+
+TURNS = ["0", "1", "two"]
+
+
+def agents(folder: Path, name: str, program: str) -> list[str]:
+    """Settings of a run of the program."""
+    (folder / "agent.py").write_text(AGENT)
+    if not (folder / "model").exists():
+        make_chat_model(folder / "model", TURNS)
+    return [
+        f"run.dir={folder / name}", "model.make=null", f"model.path={folder / 'model'}",
+        f"environment.program={program.replace('FILE', str(folder / 'agent.py'))}", "rollout.max_completion_length=200",
+        "data.train=synthetic://addition?low=0&high=1&count=4", "log.samples_per_step=32",
+    ]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [("FILE:converse", 2), pytest.param(f"[{sys.executable}, FILE]", 1, marks=pytest.mark.slow)],
+    ids=["function", "command"],
+)
+def test_a_program_trains_by_what_it_asks_and_is_answered(tmp_path, program, ranks):
+    pytest.importorskip("aiohttp")
+    config, settings = tiny_config(tmp_path), agents(tmp_path, "run", program)
+    finished(run_job("train", config, *settings, "train.max_steps=2", ranks=ranks))
+    steps, samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run")
+    assert all(step["grad_norm"] > 0 and step["mismatch/abs_max"] < 1e-4 for step in steps)
+    assert all(1 < step["environment/turns"] <= 3 and step["environment/ends/ended"] > 24 for step in steps)
+    is_own = program.startswith("FILE")
+    for sample in samples:
+        said = [response for response, _ in sample["turns"][1:]]
+        asked = [observation.partition("user\n")[2].partition("<bos>")[0] for _, observation in sample["turns"][:-1]]
+        assert [text.partition("+")[0][:-1] for text in asked] == [f"{number}: " for number in range(len(said))]
+        if not (said[-1] == "0" or len(said) == 3):
+            assert said[-1] not in TURNS, "it was cut off"
+        elif is_own:
+            assert sample["reward"] == said.count(sample["answer"]) / 4 and not sample["parts"]
+    assert is_own or all(sample["parts"] for sample in samples)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
+    pytest.importorskip("aiohttp")
+    settings = [*agents(tmp_path, "run", "FILE:failing"), "environment.open_timeout_seconds=8"]
+    finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=2", "reward.max_error_rate=1"))
+    for step in metrics_of(tmp_path / "run"):
+        ends = {name: step[f"environment/ends/{name}"] for name in ("crashed", "timed_out", "ended")}
+        assert all(0 < number < 20 for number in ends.values()) and sum(ends.values()) == 32, ends
+        assert step["grad_norm"] > 0
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path):
+    pytest.importorskip("aiohttp")
+    config, starts, screen = tiny_config(tmp_path), tmp_path / "agent.py.starts", tmp_path / "screen"
+    long = ["train.max_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=9"]
+    whole, killed = ([*agents(tmp_path, name, "FILE:converse"), *long] for name in ("whole", "killed"))
+    finished(run_job("train", config, *whole))
+    assert len(starts.read_text()) == 1 + 3 * 32, "check begins the first row's"
+    killed_at("generate:0:1:hang:1", screen, config, *killed)
+    killed_at("forward:0:2:hang", screen, config, *killed)
+    starts.unlink()
+    finished(run_job("train", config, *killed))
+    assert len(starts.read_text()) == 1 + 32, "step 2 has all of its answers"
+    found = [
+        (untimed(metrics_of(run)), samples_of(run), weights_digest(run, 3))
+        for run in (tmp_path / "whole", tmp_path / "killed")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_programs_are_answered_in_evaluations_and_by_generate(tmp_path):
+    pytest.importorskip("aiohttp")
+    config, settings = tiny_config(tmp_path), agents(tmp_path, "out", "FILE:converse")
+    settings = [word for word in settings if not word.startswith(("data.train", "log."))]
+    settings += ["data.eval=synthetic://addition?low=0&high=1&count=3", "eval.num_samples=2"]
+    for verb, name in (("eval", "eval/*/eval.jsonl"), ("generate", "generate/*/generated.jsonl")):
+        finished(run_job(verb, config, *settings))
+        [path] = (tmp_path / "out").glob(name)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(records) == 6 and max(len(record["turns"]) for record in records) > 2
 
 
 @pytest.mark.ranks

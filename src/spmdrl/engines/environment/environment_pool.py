@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from spmdrl.engines.environment import environment_runner
+from spmdrl.engines.environment import environment_runner, program_runner
 from spmdrl.engines.environment.environment_runner import (
     OPENS,
     SESSION,
@@ -50,13 +50,19 @@ class EnvironmentPool:
             section="environment",
             functions_key=config.key,
             variables_key="environment.variables",
-            runner=environment_runner.__name__,
+            runner=(program_runner if config.program else environment_runner).__name__,
             functions=config.specs,
             environment=config.variables,
             memory_limit_gib=config.memory_limit_gib,
-            settings={"timeout_seconds": config.timeout_seconds, "key": config.key},
+            settings={
+                "timeout_seconds": config.timeout_seconds,
+                "open_timeout_seconds": config.open_timeout_seconds,
+                "memory_limit_gib": config.memory_limit_gib,
+                "key": config.key,
+                "is_command": not isinstance(config.program, str),
+            },
         )
-        inline = runs_inline(config.isolation)
+        inline = runs_inline(config.isolation) and not config.program
         steps = Steps(load_environment(config.key, config.specs), config.key) if inline else None
         self._config = config
         self._journal = journal

@@ -130,6 +130,11 @@ def check_rollouts(checked: CheckedRun) -> None:
             "responses only once generation has ended, and prompts are replaced by rewards before that; set "
             "algo.max_refills to 0"
         )
+    if config.environment.program and rollout.partial_max_rounds > 1:
+        raise ValueError(
+            f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, but {config.environment}, whose rows a later "
+            "step can't go on with, as it lacks their first messages; set rollout.partial_max_rounds to 1"
+        )
     if config.debug.rollouts_from and config.data.eval is not None:
         raise ValueError(
             "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "

@@ -173,8 +173,13 @@ class EnvironmentConfig(ProcessesConfig):
     gymnasium: str | None = None
     """environment of gymnasium with numbers or text as actions: a registered id, or a class pkg.mod:Name or
     file.py:Name. In place of function"""
+    program: str | tuple[str, ...] | None = None
+    """program per row that asks the model for its turns by OpenAI's API, at OPENAI_BASE_URL with OPENAI_API_KEY: a
+    command as a list, or a function pkg.mod:name or file.py:name of the row, whose value is the reward. In place of
+    function"""
     open_timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 60.0
-    """time limit of open(row); to open a row again adds timeout_seconds for each of its turns"""
+    """time limit of open(row), or of a program's time to its first request; to open a row again adds timeout_seconds
+    for each of its turns"""
     return_after_steps: Annotated[int, Ge(0)] = 2
     """engine steps between the end of a row's turn and its continuation; fixed, so that a run repeats bit for bit. The
     engine waits for an environment that takes longer; a slow one needs more; 0: wait for each step at once"""
@@ -182,6 +187,10 @@ class EnvironmentConfig(ProcessesConfig):
     def __post_init__(self) -> None:
         if len(self._named) > 1:
             raise ValueError(f"{' and '.join(self._named)} are set, but a run has one environment; leave one of them")
+        if self.program and self.isolation == "inline":
+            raise ValueError(
+                "environment.isolation is inline, but environment.program has processes of its own; set it to auto"
+            )
 
     @property
     def _named(self) -> dict[str, tuple[str, ...]]:
@@ -191,9 +200,11 @@ class EnvironmentConfig(ProcessesConfig):
             "skyrl": self.skyrl,
             "gymnasium": self.gymnasium,
         }
-        named = {f"environment.{name}": (spec,) for name, spec in one_each.items() if spec is not None}
-        lists = {"environment.tools": self.tools, "environment.mcp": self.mcp}
-        return named | {name: specs for name, specs in lists.items() if specs}
+        named = {name: (spec,) for name, spec in one_each.items() if spec is not None}
+        program = (self.program,) if isinstance(self.program, str) else self.program or ()
+        several: dict[str, tuple[str, ...]] = {"tools": self.tools, "mcp": self.mcp, "program": program}
+        several = {name: specs for name, specs in several.items() if specs}
+        return {f"environment.{name}": specs for name, specs in (named | several).items()}
 
     @property
     def key(self) -> str | None:
