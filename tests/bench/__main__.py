@@ -50,6 +50,7 @@ BENCHES = {
     "rollout": "rollout.rollout",
     "samples": "samples.samples_bench",
     "sessions": "rollout.sessions",
+    "sources": "learning.sources",
     "soak": "training.soak",
     "step": "training.step",
     "training": "training.training",

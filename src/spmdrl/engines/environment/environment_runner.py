@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from spmdrl.engines.environment.calculator import Calculator
@@ -25,13 +26,13 @@ from spmdrl.engines.environment.episode import (
     ToolCall,
     Turn,
 )
-from spmdrl.engines.environment.gymnasium import load_gymnasium
+from spmdrl.engines.environment.gymnasium import GymnasiumEnvironment
 from spmdrl.engines.environment.mcp import load_mcp
-from spmdrl.engines.environment.skyrl import load_skyrl
+from spmdrl.engines.environment.skyrl import SkyrlEnvironment
 from spmdrl.engines.environment.trl import load_factory, load_tools
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
-from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute
+from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute, load_registered
 from spmdrl.runtime.workers.verdict import Verdict
 from spmdrl.runtime.workers.worker import no_terminal
 
@@ -57,8 +58,8 @@ FORMS: dict[str, Callable[[str, Sequence[str]], Callable[[], Any]]] = {
     "environment.tools": load_tools,
     "environment.factory": load_factory,
     "environment.mcp": load_mcp,
-    "environment.skyrl": load_skyrl,
-    "environment.gymnasium": load_gymnasium,
+    "environment.skyrl": partial(load_registered, SkyrlEnvironment, "skyrl_gym", "skyrl-gym"),
+    "environment.gymnasium": partial(load_registered, GymnasiumEnvironment, "gymnasium", "gymnasium"),
 }
 """loaders of environments, by the key that names them"""
 

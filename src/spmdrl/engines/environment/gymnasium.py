@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from spmdrl.engines.environment.episode import End, Reply, Row, Turn
-from spmdrl.runtime.workers.loading import load_attribute, load_optional
 
 # Text on screens marks the place of the agent by a colour.
 _COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
-
-
-def load_gymnasium(key: str, specs: Sequence[str]) -> Callable[[], GymnasiumEnvironment]:
-    """Load a class, or find an id that gymnasium has registered; the result builds the environment."""
-    (spec,) = specs
-    if ":" in spec:
-        return partial(GymnasiumEnvironment, load_attribute(spec, key, (), kind="class"))
-    return partial(GymnasiumEnvironment, partial(load_optional("gymnasium", "gymnasium", key).make, spec))
 
 
 class GymnasiumEnvironment:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from spmdrl.engines.environment.episode import End, Reply, Row, Turn
-from spmdrl.runtime.workers.loading import load_attribute, load_optional
-
-
-def load_skyrl(key: str, specs: Sequence[str]) -> Callable[[], SkyrlEnvironment]:
-    """Load a class, or find one that SkyRL-gym has registered; the result builds the environment."""
-    (spec,) = specs
-    if ":" in spec:
-        return partial(SkyrlEnvironment, load_attribute(spec, key, (), kind="class"))
-    return partial(SkyrlEnvironment, partial(load_optional("skyrl_gym", "skyrl-gym", key).make, spec))
 
 
 class SkyrlEnvironment:

@@ -10,8 +10,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Literal
@@ -72,6 +73,16 @@ def load_optional(module: str, package: str, key: str, instead: str = ", or name
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{key} needs {package} ({error}): pip install {package}{instead}") from error
+
+
+def load_registered(
+    build: Callable[[Callable[..., Any]], Any], module: str, package: str, key: str, specs: Sequence[str]
+) -> Callable[[], Any]:
+    """Load a class, or find a name that a library's `make` knows; the result builds the environment of it."""
+    (spec,) = specs
+    if ":" in spec:
+        return partial(build, load_attribute(spec, key, (), kind="class"))
+    return partial(build, partial(load_optional(module, package, key).make, spec))
 
 
 def _is_offered(value: object, kind: Kind, module: ModuleType) -> bool:
