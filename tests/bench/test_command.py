@@ -39,7 +39,7 @@ def test_every_bench_has_the_help_of_its_module():
         ("nodes --rows-per-node 30", "must be a multiple of 8, the responses per prompt; try 24"),
         ("samples --groups 0", "num_groups of the rows is 0, but must be >= 1; choose a larger one"),
         ("step --model m --prompts p --steps 1", "--steps 1 leaves no step after 1 of warm-up; raise it"),
-        ("training --model nowhere", "nowhere"),
+        ("training --models nowhere", "nowhere"),
     ],
 )
 def test_sizes_that_cant_be_are_refused_in_one_line(command: str, message: str, capsys):

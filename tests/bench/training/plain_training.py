@@ -39,7 +39,8 @@ class PlainTrainer:
         # Imported here because it takes seconds.
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        # transformers' choice of attention: SDPA, except where a model has only eager attention, as gpt-oss.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.to(device.torch_device).train()
         self.max_grad_norm = optim.max_grad_norm
         self.optimizer = torch.optim.AdamW(

@@ -10,6 +10,7 @@ import torch
 from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from tests.bench.__main__ import main
+from tests.bench.harness.bench_models import LAYOUT_MODELS, write_model
 from tests.bench.training.plain_training import similar_batches
 from tests.bench.training.training import RowSizes, make_rows
 
@@ -35,14 +36,15 @@ def test_lengths_are_long_tailed_and_have_the_mean_asked_for():
 
 @pytest.mark.slow
 def test_the_training_bench_prints_ratios_and_writes_json(tmp_path, capsys):
-    model, out = tmp_path / "model", tmp_path / "out.json"
+    model, sinks, out = tmp_path / "model", tmp_path / "sinks", tmp_path / "out.json"
     make_model_folder(
         model, MakeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1), seed=0
     )
+    write_model(sinks, LAYOUT_MODELS["sinks"])
     sizes = ["--rows", "12", "--mean-length", "30", "--longest", "90", "--max-tokens", "128", "--rounds", "1"]
-    assert main(["training", "--model", str(model), *sizes, "--device", "cpu", "--json", str(out)]) == 0
-    assert "times as fast as plain PyTorch" in capsys.readouterr().out
+    assert main(["training", "--models", f"{model},{sinks}", *sizes, "--device", "cpu", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "times as fast as plain PyTorch" in shown and f"our update of {sinks} / {model}" in shown
     content = json.loads(out.read_text())
-    losses = [row["loss"] for row in content["rows"]]
-    assert max(losses) - min(losses) < 1e-3 * losses[0]
-    assert content["ratio"] > 0 and len(losses) == 2
+    assert [row["model"] for row in content["rows"]] == [str(model)] * 2 + [str(sinks)] * 2
+    assert content["ratios"].keys() == {str(model), str(sinks)} and content["beside_first"].keys() == {str(sinks)}
