@@ -45,6 +45,7 @@ BENCHES = {
     "overhead": "training.overhead",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
+    "programs": "rollout.programs_bench",
     "redundancy": "resharding.redundancy",
     "resharding": "resharding.resharding",
     "rollout": "rollout.rollout",

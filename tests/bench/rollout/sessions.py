@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             kind: functools.partial(_train, arguments, folder / "run", function) for kind, function in functions.items()
         }
         found = {kind: turn.results for kind, turn in in_turn(runs, arguments.rounds).items()}
-    ratios = {ratio: sum(_fastest(found["sessions"], name)) / sum(_fastest(found["none"], name)) for ratio, name in
+    steps = {kind: [steps for steps, _ in results] for kind, results in found.items()}
+    ratios = {ratio: sum(fastest(steps["sessions"], name)) / sum(fastest(steps["none"], name)) for ratio, name in
               (("sessions_vs_none", "time/step"), ("generation_vs_none", "time/generation"))}  # fmt: skip
     equal = len({digest for results in found.values() for _, digest in results}) == 1
     return BenchTable(
@@ -78,14 +79,13 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 def _figures(results: Sequence[Trained]) -> dict[str, float]:
     names = {"step s": "time/step", "generation s": "time/generation", "turns": "environment/turns",
              "call s": "environment/seconds", "open s": "environment/open_seconds"}  # fmt: skip
-    return {shown: statistics.mean(_fastest(results, name)) for shown, name in names.items()}
+    steps = [steps for steps, _ in results]
+    return {shown: statistics.mean(fastest(steps, name)) for shown, name in names.items()}
 
 
-def _fastest(results: Sequence[Trained], name: str) -> list[float]:
+def fastest(rounds: Sequence[Sequence[dict[str, float]]], name: str) -> list[float]:
     """The least value of each step over the rounds."""
-    return [
-        min(step.get(name, 0.0) for step in rounds) for rounds in zip(*(steps for steps, _ in results), strict=True)
-    ]
+    return [min(step.get(name, 0.0) for step in same) for same in zip(*rounds, strict=True)]
 
 
 def _train(arguments: argparse.Namespace, folder: Path, function: str) -> Trained:
