@@ -66,7 +66,7 @@ class Guard:
         poll.register(calls_fd, 0)  # no events requested: only the hang-up is reported
         poll.register(self._control, select.POLLIN)
         poll.register(wake, select.POLLIN)
-        next_check = 0.0
+        next_check = time.monotonic() + self._check_seconds
         while True:
             ready = {fd for fd, _ in poll.poll(_CHECK_SECONDS * 1000)}
             if wake in ready:
