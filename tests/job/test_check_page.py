@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.support.jobs import run_job, tiny_config
+from tests.support.chat_model import TEMPLATE
+from tests.support.jobs import ROOT, run_job, tiny_config
 
 from spmdrl.cli.command_line import take_question
 from spmdrl.config.config import load_config
@@ -105,6 +107,26 @@ def test_a_long_prompt_loses_its_middle(tmp_path):
     path.write_text(json.dumps({"prompt": "begin\n" + "x\n" * 50 + "end", "answer": "2"}) + "\n")
     lines = lines_of("train", f"data.train={path}", "reward.functions=[exact]")
     assert "    begin" in lines and "    end" in lines and len(lines) < 15
+
+
+def test_tools_are_named_and_turns_that_the_template_rewrites_warned_of_or_refused(tmp_path):
+    template = tmp_path / "mine.jinja"
+    last = "{% if m.role == 'assistant' and loop.last %}So: {% endif %}{{ m.content }}"
+    template.write_text(TEMPLATE.replace("{{ m.content }}", last))
+    words = [
+        f"data.train={written(tmp_path, answer='2')}", "reward.functions=[exact]", "environment.isolation=inline",
+        f"data.chat_template_file={template}", "data.chat_template=always",
+        f"environment.tools=[{ROOT}/tests/engines/environment/trl_forms.py:multiply]",
+    ]  # fmt: skip
+    lines = lines_of("train", *words)
+    assert "tools of environment.tools: multiply" in lines
+    (without, _) = (line for line in lines if "otherwise once a tool's message follows" in line)
+    assert f"{template} writes a turn without a thought" in without
+    assert re.search(r"assistant\\nSo: <tool_call>.* becomes '.*assistant\\n<tool_call>", without)
+    with pytest.raises(ValueError, match="environment.on_fork is refuse, and the chat template .* without a thought"):
+        lines_of("train", *words, "environment.on_fork=refuse")
+    template.write_text(TEMPLATE)
+    assert lines_of("train", *words, "environment.on_fork=refuse")
 
 
 def test_room_for_random_weights_and_checkpoints_is_looked_for_together(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from spmdrl.engines.models.conversation import Conversation
 from spmdrl.engines.models.renderer import Renderer
+from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.data_config import RowNotRendered
 from tests.support.tokenizer_zoo import ZOO
-from tests.support.tool_templates import FOREIGN_ZOO, TOOL_ZOO, renderer_of
+from tests.support.tool_templates import FOREIGN_ZOO, TOOL_ZOO, renderer_of, specimen
 
 TEMPLATES = [one.name for one in [*ZOO, *TOOL_ZOO]]
 FOREIGN = [one.name for one in FOREIGN_ZOO] or [pytest.param("", marks=pytest.mark.skip("CHAT_TEMPLATES names none"))]
@@ -145,6 +147,45 @@ def test_a_next_roles_mark_that_the_model_wrote_is_not_written_again(end):
     conversation, token = Conversation(renderer), renderer.tokenizer.encode(end)[0]
     whole = conversation.after_turn(PROMPT, {}, -1, new)
     assert whole[0] == token and conversation.after_turn(PROMPT, {}, token, new) == whole[1:]
+
+
+# Cases in which templates write a turn otherwise once a message follows, by that message's role.
+NEVER: dict[str, set[str]] = {"user": set(), "tool": set()}
+BOTH, QWEN3 = {"without", "with"}, {"user": {"without", "with"}, "tool": {"without"}}
+FORKS = {
+    # Thoughts before the user's last message are left out, empty ones before any message.
+    "qwen3": QWEN3, "special_thoughts": QWEN3, "plain_thoughts": QWEN3, "coder": {"user": BOTH, "tool": set()},
+    # A last answer ends by another token, and has its thought.
+    "harmony": {"user": BOTH, "tool": BOTH}, "channels": {"user": BOTH, "tool": set()},
+    # No thought is written; one of them writes tools' results.
+    "deepseek": {"user": {"with"}, "tool": set()}, "fenced": {"user": {"with"}, "tool": {"with"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_rewrite_turns_are_known_case_by_case(name):
+    conversation = Conversation(renderer_of(name))
+    lines = {role: conversation.forks(PROMPT, COLUMNS, role) for role in ("user", "tool")}
+    found = {role: {line.partition(" writes a turn ")[2].split()[0] for line in lines[role]} for role in lines}
+    assert found == FORKS.get(name, NEVER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOREIGN)
+def test_templates_by_others_that_rewrite_turns_behind_results_are_known(name):
+    families = ("deepseekv3", "deepseek_r1_distill")
+    known = {"qwen3.jinja", *(f"{family}{more}.jinja" for family in families for more in ("", "_training"))}
+    assert bool(Conversation(renderer_of(name)).forks(PROMPT, COLUMNS, "tool")) == (name in known)
+
+
+def test_tools_that_move_to_the_last_question_are_found(tmp_path):
+    moving = "{% set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}{% for m in messages %}"
+    moving += "{% if m.role == 'user' %}{% if m == last %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}[INST]"
+    moving += "{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    conversation = Conversation(Renderer(ModelTokenizer(specimen("moving", moving).make(tmp_path))))
+    found = conversation.forks(PROMPT, COLUMNS, "user")
+    assert len(found) == 2 and "writes a turn without a thought otherwise once a user's message follows" in found[0]
+    assert re.search(r"follows: '\[TOOLS\].* becomes '\[INST\]How é\?\[/INST\]", found[0]), found
 
 
 def test_messages_that_no_environment_may_send_are_refused():

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmdrl.engines.environment.episode import ToolCall, TurnParts
 from spmdrl.engines.models.conversation import Conversation
-from spmdrl.engines.models.renderer import Renderer
+from spmdrl.engines.models.renderer import Messages, Renderer
 from spmdrl.engines.models.tokenizer import StopToken
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
@@ -47,6 +47,16 @@ def check_tools(renderer: Renderer) -> None:
         # Raises ValueError if it can't be derived.
         _ = TurnReader(renderer).form
     Conversation(renderer).after_turn(_ASKED, {}, 0, [{"role": "tool", "name": _NAMES[0], "content": _CONTENT}])
+
+
+def find_forks(renderer: Renderer, prompt: str | Messages, columns: Mapping[str, Any]) -> list[str]:
+    """Return `Conversation.forks` behind tools' results, or the user's messages if the environment has no tools.
+
+    Environments whose turns aren't read may continue a turn, which no message does.
+    """
+    if renderer.own_tools is None:
+        return []
+    return Conversation(renderer).forks(prompt, columns, "tool" if renderer.own_tools else "user")
 
 
 Types = Mapping[str, Mapping[str, Any]]

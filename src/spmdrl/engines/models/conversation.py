@@ -18,6 +18,7 @@ from spmdrl.engines.models.renderer import Messages, Renderer, unused_word
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
 _ROLES = ("user", "tool")
+_NUM_BEFORE, _NUM_SHOWN = 24, 80
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,53 @@ class Conversation:
         # JSON in ASCII escapes the letter.
         parts = filter(None, re.split(rf"{cut}|\\u{ord(cut):04x}", text))
         return [token_id for part in parts for token_id in self._tokenizer.encode_behind(part)]
+
+    def forks(self, prompt: str | Messages, columns: Mapping[str, Any], role: str) -> list[str]:
+        """Describe where the template writes turns otherwise once messages of a role follow: at most one line per case.
+
+        A row has its turns as they were sampled; a server that renders conversations anew shows others to the model.
+        """
+        if not self._renderer.uses_template(prompt):
+            return []
+        begun = self._renderer.messages(prompt)
+        if begun[-1]["role"] == "assistant":
+            begun.pop()
+        reply = self._checked(0, {"role": role, "name": "function", "content": "Well."})
+        probe = unused_word([*begun, reply])
+        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), f"Hm, {probe}.")
+        cases: dict[str, dict[str, str]] = {"without a thought": {}, "with a thought": thought}
+        try:
+            turn = self._form(begun, columns, [reply]).turn([reply], probe)
+            found = [self._fork(begun, columns, {**turn, **more}, reply, probe) for more in cases.values()]
+        except RowNotRendered:
+            # Such messages end their rows.
+            return []
+        return [
+            f"the chat template of {self._renderer.place} writes a turn {case} otherwise once a {role}'s message "
+            f"follows: {fork}; rows keep what the model wrote, so a server that renders conversations anew shows it "
+            "others; name a template that keeps turns in data.chat_template_file, or set data.chat_template_kwargs"
+            for case, fork in zip(cases, found, strict=True)
+            if fork is not None
+        ]
+
+    def _fork(
+        self, begun: Messages, columns: Mapping[str, Any], turn: Mapping[str, Any], reply: Mapping[str, Any], probe: str
+    ) -> str | None:
+        """Compare conversations that end with a turn with the one in which two such turns have replies."""
+        whole = self._renderer.rendered([*begun, turn, reply, turn, reply], columns, add_generation_prompt=True)
+        ends = [*self._tokenizer.stop_tokens, *filter(None, [self._renderer.end_of_turn])]
+        for later in ([], [reply, turn]):
+            written, _, tail = self._renderer.rendered([*begun, turn, *later], columns).rpartition(probe)
+            # What a template writes behind the end isn't the model's.
+            stop = min((tail.index(end.text) + len(end.text) for end in ends if end.text in tail), default=None)
+            written += probe + (tail.rstrip() if stop is None else tail[:stop])
+            if not whole.startswith(written):
+                start = max(0, len(commonprefix([written, whole])) - _NUM_BEFORE)
+                shown = (text[start : start + _NUM_SHOWN] for text in (written, whole))
+                return "{!r} becomes {!r}".format(*shown)
+        # Templates such as DeepSeek-R1's take thoughts out of contents, in the last turn too.
+        thought, takes_out = turn.get("thinking", ""), "</think>" in str(self._tokenizer.raw.chat_template)
+        return f"{thought!r} is left out" if takes_out and thought not in whole else None
 
     def _checked(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         role = message.get("role")

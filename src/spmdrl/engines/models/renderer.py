@@ -143,7 +143,7 @@ class Renderer:
         text, mark, _ = self.rendered([*before, {**last, "content": begun + _CUT}], columns).rpartition(_CUT)
         if not mark or not text.endswith(begun.lstrip()):
             raise RowNotRendered(
-                f"the chat template of {self._place} doesn't write all of the assistant's last message, which the "
+                f"the chat template of {self.place} doesn't write all of the assistant's last message, which the "
                 "prompt ends with, so that it can't be continued"
             )
         return text
@@ -233,14 +233,14 @@ class Renderer:
             lines += filter(None, (self._end_of_turn_warning(), self._names_warning()))
         if num_texts and self.options.use == "auto" and self.has_template:
             lines.append(
-                f"WARNING: prompts are text, for which the chat template of {self._place} isn't used; set "
+                f"WARNING: prompts are text, for which the chat template of {self.place} isn't used; set "
                 "data.chat_template: always, or never for a model that takes plain text"
             )
         unused = [*self.options.named, *(["the column tools"] if has_tools else [])] if num_texts else []
         if unused:
             lines.append(f"WARNING: {', '.join(unused)}: not used for prompts without the chat template")
         if has_tools and num_in_template and "tools" not in self._template([{}]):
-            lines.append(f"WARNING: the column tools isn't used: the chat template of {self._place} has no tools")
+            lines.append(f"WARNING: the column tools isn't used: the chat template of {self.place} has no tools")
         return lines
 
     def _end_of_turn_warning(self) -> str | None:
@@ -262,7 +262,7 @@ class Renderer:
         except TemplateSyntaxError:
             return None
         read = meta.find_undeclared_variables(tree) - environment.globals.keys()
-        template, kwargs = f"the chat template of {self._place}", self.options.kwargs.keys()
+        template, kwargs = f"the chat template of {self.place}", self.options.kwargs.keys()
         if unread := sorted(kwargs - read):
             return f"WARNING: {template} doesn't read {', '.join(unread)} of data.chat_template_kwargs"
         if self.options.file is None:
@@ -322,7 +322,7 @@ class Renderer:
         is_closed = names and all(f"</{name}>" in more + text for name in names)
         if not is_closed or self.end_of_turn is None or set(_without_null(message)) - {"role", "content"}:
             raise RowNotRendered(
-                f"the chat template of {self._place} begins an answer with {more[-80:]!r}, but writes none so in a "
+                f"the chat template of {self.place} begins an answer with {more[-80:]!r}, but writes none so in a "
                 "conversation; give the answer as one text that goes on from there"
             )
         return text + self.end_of_turn.text
@@ -369,16 +369,16 @@ class Renderer:
                 check_growth(rendered, self._template(tools), messages, tools)
             return rendered
         except TemplateSyntaxError as error:
-            raise ValueError(f"the chat template of {self._place}, line {error.lineno}, is broken: {error}") from None
+            raise ValueError(f"the chat template of {self.place}, line {error.lineno}, is broken: {error}") from None
         except Exception as error:
             # Templates may raise anything of their own, such as a demand for alternating roles.
             kind = type(error).__name__
             raise RowNotRendered(
-                f"the chat template of {self._place} doesn't take its first {len(messages)} messages ({kind}: {error})"
+                f"the chat template of {self.place} doesn't take its first {len(messages)} messages ({kind}: {error})"
             ) from None
 
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
         """File that holds the template."""
         folder = self.tokenizer.folder
         named = folder / "chat_template.jinja"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from spmdrl.config.reader import start_up
 from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
 from spmdrl.dataflow.stages.inference import TeachersPrompts
 from spmdrl.engines.environment.environment_runner import EnvironmentFacts
-from spmdrl.engines.environment.tool_calls import check_tools
+from spmdrl.engines.environment.tool_calls import check_tools, find_forks
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.foreign_folder import try_folder
 from spmdrl.engines.models.hf.model_folder import HUB_TEXT_FILES, compute_dtype, read_config, resolve_model_folder
@@ -58,6 +58,8 @@ class Prepared:
     """prompts of `data.eval`"""
     teachers_prompts: TeachersPrompts | None = None
     """a teacher's replacement of `data.train`'s prompts; None: the same"""
+    forks: Sequence[str] = ()
+    """places where the chat template writes turns otherwise once the environment has answered"""
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -67,7 +69,8 @@ class Prepared:
     def warnings(self) -> list[str]:
         """Return warnings on prompts and template options that may be used in an unintended way."""
         both = [prompts for prompts in (self.train_prompts, self.held_out) if prompts is not None]
-        return list(dict.fromkeys(line for prompts in both for line in prompts.warnings))
+        forks = [f"WARNING: {line}" for line in self.forks]
+        return [*dict.fromkeys(line for prompts in both for line in prompts.warnings), *forks]
 
     @property
     def vocabulary_gaps(self) -> str | None:
@@ -169,7 +172,11 @@ def prepare(
         teachers_prompts = TeachersPrompts(config.teacher.prompt_column, renderer)
         most_tokens = sources.get(TEACHER, source).decoder.max_positions - num_new
         teachers_prompts.check([*train.all()], most_tokens=most_tokens, vocab_size=vocab_size)
-    return Prepared(sources, renderer, train, held_out, teachers_prompts)
+    first = next((prompt for prompts in (train, held_out) if prompts is not None for prompt in prompts.all()), None)
+    forks = [] if first is None else find_forks(renderer, first.original, first.columns)
+    if forks and config.environment.on_fork == "refuse":
+        raise ValueError(f"environment.on_fork is refuse, and {forks[0]}; or set environment.on_fork: keep")
+    return Prepared(sources, renderer, train, held_out, teachers_prompts, forks)
 
 
 def prepare_together(checked: CheckedRun, world: World, console: Console) -> Prepared:
