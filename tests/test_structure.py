@@ -13,10 +13,10 @@ from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 61_895,
+    "lines of src/spmdrl": 61_964,
     "imports of ours": 1_971,
     "folders": 51,
-    "config keys": 213,
+    "config keys": 214,
     "files from prompt to gradient": 73,
     # Main, agent, gate, calls of rewards, and now and then one that exchanges lines.
     "threads per rank": 5,
