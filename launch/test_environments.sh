@@ -9,7 +9,9 @@ source launch/environment.sh
 prepare_environment dev
 share_cores 2
 extras="gyms mcp reasoning-gym"
-state="$extras setup.cfg=$(cksum < setup.cfg)"
+# A client for the documented program.
+also="openai"
+state="$extras $also setup.cfg=$(cksum < setup.cfg)"
 if [ "$(cat .venv-environments/installed 2> /dev/null)" != "$state" ]; then
     say "making .venv-environments with $extras"
     .venv/bin/python -m venv --clear --without-pip .venv-environments
@@ -23,7 +25,7 @@ config.read("setup.cfg")
 print(*(config["options.extras_require"][extra].strip() for extra in sys.argv[1:]), sep="\n")' $extras)
     # Seen from there, what .venv has is installed already, PyTorch's build among it.
     # shellcheck disable=SC2086
-    .venv/bin/python -m pip --python .venv-environments/bin/python install -qq --disable-pip-version-check $needed || {
+    .venv/bin/python -m pip --python .venv-environments/bin/python install -qq --disable-pip-version-check $needed $also || {
         printf '== tests with libraries of environments LEFT OUT: these could not be installed here\n'
         exit 69
     }
@@ -32,4 +34,4 @@ fi
 files=$(grep -rlE --include="test_*.py" '(importorskip|find_spec)\("(gymnasium|skyrl_gym|mcp|reasoning_gym)"' tests/engines tests/dataflow)
 # shellcheck disable=SC2086
 exec .venv-environments/bin/python -m pytest -q "$@" $files \
-    "tests/job/test_environment.py::test_the_documented_tools_train_on_two_ranks[mcp]"
+    "tests/job/test_environment.py::test_the_documented_tools_train_on_two_ranks["{mcp,program}"]"
