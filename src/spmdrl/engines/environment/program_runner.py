@@ -23,6 +23,10 @@ KEY = "environment.program"
 def load(specs: Sequence[str], settings: Mapping[str, Any]) -> Loaded:
     """Load the function of `specs`, or take them as a command; returns the handler of messages. Raises ValueError."""
     load_optional("aiohttp", "aiohttp>=3.14", KEY, instead="")
+    if not settings["is_command"] and ":" not in specs[0]:
+        raise ValueError(
+            f"{KEY}: '{specs[0]}' isn't file.py:function; write a command as a list, such as [python, agent.py]"
+        )
     entry: Entry = specs if settings["is_command"] else load_attribute(specs[0], KEY, (), kind="function")
     # A row takes three pipes and a connection.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -117,6 +117,8 @@ def test_a_program_that_cannot_begin_is_refused_with_its_first_row():
         pool.try_open(Row("1", {}, 0))
     with pytest.raises(ValueError, match=r"environment\.program: .* has no function 'countin'; did you mean"):
         EnvironmentPool(config_of("countin"))
+    with pytest.raises(ValueError, match="write a command as a list"):
+        EnvironmentPool(EnvironmentConfig(program="python agent.py"))
 
 
 def test_programs_have_processes_of_their_own():
