@@ -19,7 +19,7 @@ def test_each_recipe_has_a_page_with_its_command():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
 def test_a_recipe_takes_a_step(tmp_path, path):
     finished(run_job("train", path, f"run.dir={tmp_path}", *STEP))
     (step,) = metrics_of(tmp_path)

@@ -24,7 +24,7 @@ from tests.bench.harness.in_turn import in_turn
 from tests.bench.harness.train_runs import check_steps, train_steps
 from tests.bench.training.fusion import digests
 
-RECIPE = Path(__file__).parents[3] / "configs" / "debug" / "calculator.yaml"
+RECIPE = Path(__file__).parents[3] / "configs" / "recipes" / "calculator" / "train.yaml"
 _SESSIONS = """
 from spmdrl.engines.environment.calculator import Calculator
 from spmdrl.engines.environment.episode import Episode

@@ -58,7 +58,7 @@ def test_numbers_are_written_as_a_person_would():
 
 
 def test_the_calculators_run_learns_first_what_the_calculator_would_have_said():
-    settings = yaml.safe_load((ROOT / "configs" / "debug" / "calculator.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "configs" / "recipes" / "calculator" / "train.yaml").read_text())
     assert settings["environment"]["function"] == "calculator" and settings["rollout"]["stop"] == ["="]
     for row in synthetic_rows(settings["data"]["train"])[:200]:
         call, _, rest = row["completion"].partition("=")
