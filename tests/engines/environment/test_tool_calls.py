@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.tool_templates import FOREIGN_ZOO, QUOTED, TOOL_ZOO, renderer_of, specimen
 
 from spmdrl.engines.environment.episode import ToolCall, TurnParts
-from spmdrl.engines.environment.tool_calls import TurnReader
+from spmdrl.engines.environment.tool_calls import TurnReader, find_forks
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.data_config import RowNotRendered
@@ -194,6 +194,16 @@ def test_channels_are_taken_apart():
         content="So.", reasoning="Hm."
     )
     assert read("channels", "<|channel|>final<|message|>So.<|return|>") == TurnParts(content="So.")
+
+
+def test_turns_are_compared_behind_the_messages_that_an_environment_may_send():
+    def roles(own_tools: list | None, **how: bool) -> list[str]:
+        renderer = Renderer(renderer_of("qwen3").tokenizer, None, own_tools, **how)
+        prompt = "Plain text." if how else ASKED
+        return [line.split("'s message follows")[0].split()[-1] for line in find_forks(renderer, prompt, {})]
+
+    assert roles(TOOLS) == ["tool"] and roles([]) == ["user", "user"] and roles(None) == []
+    assert roles([], has_openings=True, has_own_prompts=True) == ["user", "user", "tool"]
 
 
 def test_a_form_that_cannot_be_derived_is_refused_with_a_way_out():

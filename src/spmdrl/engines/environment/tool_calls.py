@@ -52,11 +52,15 @@ def check_tools(renderer: Renderer) -> None:
 def find_forks(renderer: Renderer, prompt: str | Messages, columns: Mapping[str, Any]) -> list[str]:
     """Return `Conversation.forks` behind tools' results, or the user's messages if the environment has no tools.
 
-    Environments whose turns aren't read may continue a turn, which no message does.
+    A program's messages may be of either role, behind prompts of its own. Environments whose turns aren't read may
+    continue a turn, which no message does.
     """
     if renderer.own_tools is None:
         return []
-    return Conversation(renderer).forks(prompt, columns, "tool" if renderer.own_tools else "user")
+    if renderer.has_own_prompts:
+        prompt, columns = _ASKED, {}
+    roles = ["tool"] if renderer.own_tools else ["user", "tool"] if renderer.has_own_prompts else ["user"]
+    return [line for role in roles for line in Conversation(renderer).forks(prompt, columns, role)]
 
 
 Types = Mapping[str, Mapping[str, Any]]
