@@ -1,14 +1,30 @@
-"""Each recipe's configs are right, and take a step."""
+"""Each recipe's configs are right, and take a step; the rows that a recipe makes are what its page says."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 
+from spmdrl.engines.environment.episode import End, Episode, Turn
+from spmdrl.runtime.workers.loading import load_attribute
 from tests.support.jobs import ROOT, finished, metrics_of, run_job
 
-RECIPES = sorted((ROOT / "configs" / "recipes").rglob("*.yaml"))
+FOLDER = ROOT / "configs" / "recipes"
+RECIPES = sorted(FOLDER.rglob("*.yaml"))
 STEP = (
     *("train.max_steps=1", "sft.max_steps=0", "eval.before_train=false", "data.eval=null"),
     *("rollout.prompts_per_step=4", "rollout.num_generations=4"),
 )
+
+
+def made_rows(recipe, folder):
+    """The rows that the recipe's script writes, by split."""
+    subprocess.run([sys.executable, FOLDER / recipe / "make_rows.py", folder], check=True)
+    return {
+        split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    }
 
 
 def test_each_recipe_has_a_page_with_its_command():
@@ -21,6 +37,29 @@ def test_each_recipe_has_a_page_with_its_command():
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
 def test_a_recipe_takes_a_step(tmp_path, path):
-    finished(run_job("train", path, f"run.dir={tmp_path}", *STEP))
-    (step,) = metrics_of(tmp_path)
+    made = []
+    if (path.parent / "make_rows.py").exists():
+        made_rows(path.parent.name, tmp_path / "rows")
+        made = [f"data.train={tmp_path / 'rows' / 'train.jsonl'}"]
+    finished(run_job("train", path, f"run.dir={tmp_path / 'run'}", *STEP, *made))
+    (step,) = metrics_of(tmp_path / "run")
     assert step["reward/unscored_ratio"] == 0 and 0 <= step["reward"] < 1
+
+
+def test_the_search_finds_what_the_supervised_start_shows(tmp_path):
+    search = load_attribute(f"{FOLDER / 'search' / 'search.py'}:Search", "environment.function", (), kind="class")()
+    rows = made_rows("search", tmp_path)
+    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
+    for row in rows["train"][:100] + rows["test"]:
+        query, closed, rest = row["completion"].partition("]")
+        asked = Episode(row["prompt"], row, 0, (), query + closed)
+        assert rest == search.step(asked).text + row["answer"]
+        assert search.step(Episode(row["prompt"], row, 0, (), row["answer"])) == End()
+
+
+def test_a_search_has_an_end(tmp_path):
+    kind = load_attribute(f"{FOLDER / 'search' / 'search.py'}:Search", "environment.function", (), kind="class")
+    row = made_rows("search", tmp_path)["train"][0]
+    turns = [(Turn("[xyz]", "nothing."),) * number for number in range(4)]
+    asked = [Episode(row["prompt"], row, 0, earlier, "[xyz]") for earlier in turns]
+    assert [getattr(kind().step(one), "text", None) for one in asked] == ["nothing."] * 3 + [None]
