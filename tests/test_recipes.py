@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from spmdrl.engines.environment.episode import End, Episode, Turn
+from spmdrl.engines.reward.calls import RewardCall
+from spmdrl.engines.reward.pool import RewardPool
+from spmdrl.nouns.settings.reward_config import CodeConfig, RewardConfig
 from spmdrl.runtime.workers.loading import load_attribute
 from tests.support.jobs import ROOT, finished, metrics_of, run_job
 
@@ -63,3 +66,16 @@ def test_a_search_has_an_end(tmp_path):
     turns = [(Turn("[xyz]", "nothing."),) * number for number in range(4)]
     asked = [Episode(row["prompt"], row, 0, earlier, "[xyz]") for earlier in turns]
     assert [getattr(kind().step(one), "text", None) for one in asked] == ["nothing."] * 3 + [None]
+
+
+def test_the_tests_of_repairs_pass_the_repair_alone(tmp_path):
+    rows = made_rows("code_repair", tmp_path)
+    purposes = [{row["completion"].partition("return")[2] for row in rows[split]} for split in ("train", "test")]
+    assert not purposes[0] & purposes[1]
+    shown = rows["test"][:4]
+    programs = [row["completion"] for row in shown] + [row["prompt"] for row in shown]
+    columns = {"test_list": [row["test_list"] for row in shown * 2]}
+    with RewardPool(RewardConfig(("code",), code=CodeConfig(score="all"))) as pool:
+        pool.submit({"all": RewardCall(["p"] * 8, programs, [(1,)] * 8, columns)})
+        (result,) = pool.collect(["all"])
+    assert result.rewards == [1.0] * 4 + [0.0] * 4
