@@ -103,7 +103,9 @@ def _train(arguments: argparse.Namespace, folder: Path, own: dict[str, str]) -> 
         "model.path": folder / "model", "data.train": "synthetic://addition?low=0&high=9&count=40",
         "data.chat_template": "always", "rollout.prompts_per_step": arguments.sessions // _GROUP,
         "rollout.num_generations": _GROUP, "rollout.max_completion_length": _PER_TURN * (arguments.turns + 2),
-        "train.max_steps": arguments.steps, "eval.before_train": "false", "resources.device": "cpu", **own,
+        "train.max_steps": arguments.steps, "eval.before_train": "false", "resources.device": "cpu",
+        # Other work on the machine is no failure of a program.
+        "environment.timeout_seconds": 600, "environment.open_timeout_seconds": 600, **own,
     }  # fmt: skip
     steps = train_steps(folder / "run", settings, num_ranks=arguments.ranks)
     shutil.rmtree(folder / "run")
