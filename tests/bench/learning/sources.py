@@ -33,12 +33,10 @@ class Source:
     """An environment or a task of others, and the run that trains on it."""
 
     setting: str
-    """the key and value that name it; files of docs/environments.md, and turns.jsonl, lie in FOLDER"""
+    """the key and value that name it; files of docs/environments.md, turns.jsonl and lake.py lie in FOLDER"""
     turns: Sequence[str] = ()
     """texts among which a turn of the model is; none where the model is made of letters"""
     settings: Settings = field(default_factory=dict)
-    times_steps: int = 1
-    """how many times as many steps as others it makes"""
 
 
 def _call(name: str, **arguments: int) -> str:
@@ -51,6 +49,15 @@ def _task(name: str, **parameters: int) -> Source:
     return Source(f"data.train=reasoning_gym://{name}?{query}", settings=_SPELT)
 
 
+# The registered lake is so large and slippery that a walk by chance ends well in one of seventy.
+_LAKE = """
+import gymnasium
+
+class Lake(gymnasium.Wrapper):
+    def __init__(self, render_mode=None):
+        lake = gymnasium.make("FrozenLake-v1", desc=["SFF", "FHF", "FFG"], is_slippery=False, render_mode=render_mode)
+        super().__init__(lake)
+"""
 _SUMS = "synthetic://addition?low=0&high=2&count=8"
 _SHARED: Settings = {
     "data.train": _SUMS,
@@ -93,10 +100,8 @@ SOURCES: Mapping[str, Source] = {
         {"data.train": "FOLDER/turns.jsonl"},
     ),
     "gymnasium: FrozenLake-v1": Source(
-        "environment.gymnasium=FrozenLake-v1",
+        "environment.gymnasium=FOLDER/lake.py:Lake",
         ["0", "1", "2", "3"],
-        {"rollout.max_completion_length": 1600},
-        times_steps=3,
     ),
     "gymnasium: Blackjack-v1": Source("environment.gymnasium=Blackjack-v1", ["0", "1"]),
     "reasoning-gym: spell_backward": _task("spell_backward", min_word_len=3, max_word_len=4),
@@ -124,6 +129,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
             (folder / file).write_text(text)
         sums = ({"prompt": f"{a}+{b}=", "answer": str(a + b), "max_turns": 3} for a in range(3) for b in range(3))
         (folder / "turns.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in sums))
+        (folder / "lake.py").write_text(_LAKE)
         for number, source in enumerate(arguments.sources):
             rows.append(_trained(source, folder, folder / f"run{number}", arguments))
             show(f"{source}: {rows[-1]['before']:.3f} -> {rows[-1]['after']:.3f}", stream=sys.stderr)
@@ -137,7 +143,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 def _trained(name: str, folder: Path, run_folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     source = SOURCES[name]
     key, _, value = source.setting.partition("=")
-    settings = {**_SHARED, **source.settings, key: value, "train.max_steps": arguments.steps * source.times_steps}
+    settings = {**_SHARED, **source.settings, key: value, "train.max_steps": arguments.steps}
     settings = {name: str(value).replace("FOLDER", str(folder)) for name, value in settings.items()}
     if source.turns:
         settings["model.path"] = make_chat_model(run_folder.with_suffix(".model"), source.turns, max_positions=4096)
