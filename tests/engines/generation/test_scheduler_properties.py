@@ -172,6 +172,20 @@ def progress_of(scheduler: Scheduler, row: int) -> int:
     return len(scheduler.running[row].token_ids) if row in scheduler.running else -1
 
 
+def test_a_row_that_was_preempted_in_the_room_of_one_starts_again():
+    rollout, kinds = limits(1, 2, 5), (FULL, WINDOW)
+    counts, request = BlockCounts.of(kinds, rollout), group(0, 2, (1,) * 6, 5)
+    memory = RowMemory(kinds, [1 + count for count in counts.most(request)], 1)
+    # Of different tokens, so that each row has blocks of its own.
+    drawn = iter([1, 2] * 20)
+    engine = Engine(memory, Scheduler(memory, rollout), rollout, lambda: next(drawn))
+    engine.scheduler.submit([request])
+    for _ in range(60):
+        if engine.scheduler.num_unfinished:
+            engine.step()
+    assert sorted(engine.ended) == [0, 1] and engine.num_preempted
+
+
 @settings(deadline=None, max_examples=50)
 @given(shapes=shapes_strategy, block_size=st.integers(1, 5), slots=st.integers(1, 6))
 # Rows of one token, which take no block beside their prompt's, before others that do.

@@ -61,9 +61,10 @@ class BlockCounts:
 
     def most(self, request: Request) -> Counts:
         """Return the most blocks of one of the request's rows."""
-        first, later = self.held(len(request.prompt_ids), self.most_prefilled), self.held(num_positions(request))
+        # A preempted row's chunks run over all of its tokens, not over its prompt alone.
+        counts = self.held(num_positions(request), self.most_prefilled)
         # A row that starts before its siblings leaves them the prompt's slot.
-        return [max(counts) + kind.is_slot for *counts, kind in zip(first, later, self.kinds, strict=True)]
+        return [count + kind.is_slot for count, kind in zip(counts, self.kinds, strict=True)]
 
     def growth(self, group: Group) -> Counts:
         """Return the most blocks that a row takes beside the whole ones that it starts from."""
