@@ -10,7 +10,7 @@ import pytest
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.key_schema import schema, schema_keys
 from spmdrl.config.reader import ConfigError
-from spmdrl.config.verb_keys import OWN, counterpart, is_read
+from spmdrl.config.verb_keys import OWN, STEPS, counterpart, is_read
 
 ROOT = Path(__file__).parents[1]
 VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate", "replay")
@@ -34,10 +34,11 @@ def written(folder: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_key_given_alone_is_one_that_the_verb_reads_or_refuses(verb: str) -> None:
-    keys = [key for key in LEAVES if key not in ("model.make", "seed", "algo.name")]
+    # A verb's steps are given alone: with them, a command line may serve several verbs.
+    keys = [key for key in LEAVES if key not in ("model.make", "seed", "algo.name", *STEPS.values())]
     # Fewer at a time than a refusal shows, and of several sections, each of which refuses but one key.
-    for start in range(len(keys) // 8):
-        some = keys[start :: len(keys) // 8]
+    apart = [keys[start :: len(keys) // 8] for start in range(len(keys) // 8)]
+    for some in [*apart, *([key] for key in STEPS.values())]:
         message = refusal(verb, *(f"{key}={WRONG}" for key in some))
         for key in some:
             assert (f"command line: {key} isn't read by {verb}; " in message) != is_read(verb, key), key
