@@ -60,11 +60,10 @@ class BlockCounts:
         return self.held(group.length, self.most_prefilled)
 
     def most(self, request: Request) -> Counts:
-        """Return the most blocks of one of the request's rows."""
-        # A preempted row's chunks run over all of its tokens, not over its prompt alone.
-        counts = self.held(num_positions(request), self.most_prefilled)
+        """Return the most blocks of one of the request's rows, which may be preempted and run all its tokens again."""
+        most = self.held(num_positions(request), self.most_prefilled)
         # A row that starts before its siblings leaves them the prompt's slot.
-        return [count + kind.is_slot for count, kind in zip(counts, self.kinds, strict=True)]
+        return [count + kind.is_slot for count, kind in zip(most, self.kinds, strict=True)]
 
     def growth(self, group: Group) -> Counts:
         """Return the most blocks that a row takes beside the whole ones that it starts from."""
