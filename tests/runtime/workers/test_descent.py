@@ -73,6 +73,46 @@ def _state(pid: int) -> str:
         return "Z"
 
 
+# Two processes in sessions of their own, one of which a thread started, and one whose parent has ended.
+STEADY = """
+import os, threading, time
+from spmdrl.runtime.workers.descent import adopt_orphans
+adopt_orphans()
+
+def start(is_orphan=False):
+    if os.fork() == 0:
+        os.setsid()
+        if is_orphan and os.fork():
+            os._exit(0)
+        if is_orphan:
+            print("x", flush=True)
+        time.sleep(30)
+        os._exit(0)
+
+start()
+starting = threading.Thread(target=lambda: (start(), time.sleep(30)), daemon=True)
+starting.start()
+time.sleep(0.2)
+start(is_orphan=True)
+os.wait()
+time.sleep(30)
+"""
+
+
+def test_the_kernels_lists_name_the_same_processes_as_all_of_them_do():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", STEADY], stdout=subprocess.PIPE, env=environment) as root:
+        try:
+            assert root.stdout is not None
+            root.stdout.readline()
+            time.sleep(0.1)  # until the parent of the one that spoke has ended
+            tree = ProcessTree(root.pid)
+            assert len(tree.listed()) == 3 and set(tree.listed()) == set(tree.members())
+        finally:
+            ProcessTree(root.pid).end()
+            root.kill()
+
+
 def test_processes_of_others_are_no_members():
     with subprocess.Popen(["sleep", "30"]) as child, subprocess.Popen(["sleep", "30"]) as other:
         try:

@@ -22,7 +22,7 @@ from spmdrl.runtime.workers.loading import explain
 
 Entry = Callable[[Row], Any] | Sequence[str]
 """A function of the row, or a command that reads the row as JSON on its standard input."""
-# Hundreds of guards look at /proc, for ten milliseconds each.
+# Hundreds of guards look at /proc.
 _CHECK_SECONDS = 2.0
 _MAX_OUTPUT_BYTES = 4000
 _MAX_RESULT_BYTES = 1 << 16

@@ -49,6 +49,8 @@ class Guard:
         self._control = control
         self._memory_limit_bytes = memory_limit_bytes
         self._check_seconds = check_seconds
+        # Hundreds of guards that look ten times a second would take a tenth of a core.
+        self._poll_seconds = max(_CHECK_SECONDS, check_seconds / 4)
         self._has_guards = False
         """true if what the worker starts has guards of its own"""
         self._tree = ProcessTree(os.getpid())
@@ -68,7 +70,7 @@ class Guard:
         poll.register(wake, select.POLLIN)
         next_check = time.monotonic() + self._check_seconds
         while True:
-            ready = {fd for fd, _ in poll.poll(_CHECK_SECONDS * 1000)}
+            ready = {fd for fd, _ in poll.poll(self._poll_seconds * 1000)}
             if wake in ready:
                 os.read(wake, 4096)
             self._collect_ended()
@@ -147,7 +149,7 @@ class Guard:
             # Stopped meanwhile: a fork bomb would outrun the count.
             self._send_group(signal.SIGSTOP)
         self._newest = newest_process()
-        members = self._tree.members()
+        members = self._tree.listed()
         if self._has_guards:
             # What lost its guard has come here.
             for one in members:
