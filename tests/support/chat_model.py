@@ -19,11 +19,14 @@ TEMPLATE = (
 _HIDDEN = 128
 
 
-def make_chat_model(folder: Path, turns: Sequence[str], max_positions: int = 1024) -> Path:
-    """Make a model that ends its prompts by one of these turns, each as likely as the others."""
+def make_chat_model(
+    folder: Path, turns: Sequence[str], max_positions: int = 1024, num_layers: int = 1, intermediate_size: int = 64
+) -> Path:
+    """Make a model that ends its prompts by one of these turns, each as likely as the others; layers change nothing."""
     stand_ins = [chr(0x2460 + number) for number in range(len(turns))]
     make = MakeConfig(
-        hidden_size=_HIDDEN, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+        hidden_size=_HIDDEN, num_hidden_layers=num_layers, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=intermediate_size,
         max_position_embeddings=max_positions, chars=PRINTABLE_CHARS + "".join(stand_ins), tie_word_embeddings=False,
     )  # fmt: skip
     make_model_folder(folder, make, seed=0)
