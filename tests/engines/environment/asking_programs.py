@@ -10,16 +10,20 @@ from pathlib import Path
 
 def ask(messages, **more):
     """The model's message, or the error's status and code."""
-    request = urllib.request.Request(
-        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
-        json.dumps({"model": "m", "messages": messages, **more}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
-    )
     try:
-        with urllib.request.urlopen(request) as response:
-            return json.load(response)["choices"][0]["message"]
+        return post("/v1/chat/completions", {"model": "m", "messages": messages, **more})["message"]
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["code"]
+
+
+def post(path, body):
+    """The choice that answers a request."""
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + path, json.dumps(body).encode(),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]
 
 
 def user(text):
@@ -110,6 +114,16 @@ def marked(row):
 
 def answered(row):
     ask([user("a"), {"role": "assistant", "content": "b"}])
+
+
+def by_tokens(row):
+    """Asks twice by tokens, the second time with those of its prompt but the first behind the answer."""
+    ids, total = json.loads(row.prompt), 0.0
+    for _ in range(2):
+        said = post("/inference/v1/generate", {"token_ids": ids, "sampling_params": {}})
+        ids = [*ids, *said["token_ids"], *json.loads(row.prompt)[1:]]
+        total += sum(one["logprob"] for one in said["logprobs"]["content"])
+    return total
 
 
 def noting(row):

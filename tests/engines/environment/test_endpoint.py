@@ -82,12 +82,18 @@ class Rows:
     async def answered(self, row: int, text: str) -> str:
         """A new row's first turn from its request to its answer."""
         asking = asyncio.ensure_future(self.ask(row))
-        while not self.dialogues[row].messages:
+        while not self.dialogues[row].items:
             await asyncio.sleep(0.005)
-        self.dialogues[row].answer(Turn(text))
+        self.dialogues[row].answer(turn(text))
         status, got = await asking
         assert status == 200, got
         return got["choices"][0]["message"]["content"]
+
+
+def turn(text: str) -> Turn:
+    """A turn of a token per letter, behind three tokens."""
+    ids = tuple(map(ord, text))
+    return Turn(text, token_ids=ids, logprobs=tuple(-one / 128 for one in ids), num_tokens_before=3)
 
 
 def with_rows(use: Callable[[Rows], Awaitable[Any]]) -> Any:
@@ -117,6 +123,52 @@ def test_a_request_gets_the_models_turn_whole_or_as_the_only_chunk_of_a_stream()
     with_rows(use)
 
 
+def test_answers_count_tokens_and_give_log_probs_to_those_who_ask():
+    async def use(rows: Rows) -> None:
+        await rows.answered(0, "ab")
+        status, got = await rows.ask(0, {**json.loads(BODY), "logprobs": True})
+        assert status == 200 and got["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        told = got["choices"][0]["logprobs"]["content"]
+        told = [(one["token"], one["logprob"]) for one in told]
+        assert told == [("token_id:97", -97 / 128), ("token_id:98", -98 / 128)]
+        assert "logprobs" not in (await rows.ask(0))[1]["choices"][0]
+
+    with_rows(use)
+
+
+TOKENS = "/inference/v1/generate"
+
+
+def test_tokens_are_answered_by_tokens_and_a_request_must_repeat_them():
+    async def use(rows: Rows) -> None:
+        dialogue = rows.dialogues[0]
+
+        async def said(ids: Sequence[int], text: str) -> Any:
+            asking = asyncio.ensure_future(rows.ask(0, {"token_ids": ids, "sampling_params": {"logprobs": 1}}, TOKENS))
+            while not dialogue.is_waited_for and not asking.done():
+                await asyncio.sleep(0.005)
+            if dialogue.is_waited_for:
+                dialogue.answer(turn(text))
+            return await asking
+
+        status, got = await said([1, 2], "ab")
+        (choice,) = got["choices"]
+        assert status == 200 and choice["token_ids"] == [97, 98] and choice["finish_reason"] == "stop"
+        assert [one["token"] for one in choice["logprobs"]["content"]] == ["token_id:97", "token_id:98"]
+        assert (await said([1, 2], "unread"))[1]["choices"] == got["choices"]
+        assert (await said([1, 2, 97, 98, 3], "c"))[1]["choices"][0]["token_ids"] == [99]
+        assert dialogue.items == [1, 2, 97, 98, 3, 99]
+        for ids, error in (([1, 2, 97, 98, 4], "token 5 is another one"), ([1, 2, 97, 98, 3, 99], "must add tokens")):
+            status, got = await said(ids, "")
+            assert status == 400 and error in got["error"]["message"] and got["error"]["code"] == "fork"
+        status, got = await rows.ask(0)
+        assert status == 400 and "all of one form" in got["error"]["message"]
+        for body in ({"token_ids": []}, {"token_ids": [-1]}, {"token_ids": [1], "features": {"image": 1}}):
+            assert (await rows.ask(0, body, TOKENS))[0] == 400
+
+    with_rows(use)
+
+
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 
 
@@ -124,7 +176,6 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ("body", "error"),
     [({"messages": []}, "messages"), ({"messages": [{"role": "king", "content": ""}]}, "messages.0.role"),
      ({"messages": [IMAGE]}, "messages.0.content"), ({"messages": [{"role": "user", "content": "a"}], "n": 2}, "n: "),
-     ({"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "logprobs"),
      ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "tool_call_id 'x'"),
      ({**json.loads(BODY), "tools": [{"function": {}}]}, "tools.0"),
      ({**json.loads(BODY), "tools": [{"function": {"name": "f", "parameters": {"properties": [1]}}}]}, "tools.0"),
@@ -156,7 +207,7 @@ def test_strangers_get_nothing_of_any_row():
             head = "\r\n".join([*lines, f"Content-Length: {len(BODY)}", "", ""]).encode(errors="surrogateescape")
             answer = await rows.raw(head + BODY)
             assert answer.startswith(f"HTTP/1.1 {status}".encode()), (authorization, named, answer)
-        assert not rows.dialogues[0].messages
+        assert not rows.dialogues[0].items
         assert await rows.answered(0, "mine") == "mine"
 
     with_rows(use)
@@ -185,7 +236,7 @@ def test_bytes_that_no_program_sends_cost_no_row():
         rows.open()
         answered = await asyncio.gather(*(rows.raw(*payloads) for payloads in noises(rows)))
         assert not [came for came in answered if came.startswith(b"HTTP/1.1 200")]
-        assert not rows.dialogues[1].messages
+        assert not rows.dialogues[1].items
         assert [await rows.answered(row, "on") for row in (0, 1)] == ["on", "on"]
 
     with_rows(use)
@@ -217,7 +268,7 @@ def test_a_flood_of_half_requests_closes_its_own_connections_and_rows_are_answer
 
     async def use(rows: Rows) -> None:
         asking = asyncio.ensure_future(rows.ask(0))
-        while not rows.dialogues[0].messages:
+        while not rows.dialogues[0].items:
             await asyncio.sleep(0.005)
         rows.open()
         held = []
@@ -229,7 +280,7 @@ def test_a_flood_of_half_requests_closes_its_own_connections_and_rows_are_answer
         assert len(rows.endpoint._server.connections) <= 22
         rows.open()
         assert await rows.answered(2, "another") == "another"
-        rows.dialogues[0].answer(Turn("waited"))
+        rows.dialogues[0].answer(turn("waited"))
         assert (await asking)[1]["choices"][0]["message"]["content"] == "waited"
         for writer in held:
             writer.close()
@@ -240,7 +291,7 @@ def test_a_flood_of_half_requests_closes_its_own_connections_and_rows_are_answer
 def test_a_row_has_one_request_at_a_time_and_a_repeated_one_gets_its_turn_too():
     async def use(rows: Rows) -> None:
         first = asyncio.ensure_future(rows.ask(0))
-        while not rows.dialogues[0].messages:
+        while not rows.dialogues[0].items:
             await asyncio.sleep(0.005)
         other = {"messages": [{"role": "user", "content": "b"}]}
         status, got = await rows.ask(0, other)
@@ -249,7 +300,7 @@ def test_a_row_has_one_request_at_a_time_and_a_repeated_one_gets_its_turn_too():
         again = [asyncio.ensure_future(rows.ask(0)) for _ in range(30)]
         while sum(one.done() for one in again) + (num_waiting := len(rows.doors[0].waiting)) < 31:
             await asyncio.sleep(0.005)
-        rows.dialogues[0].answer(Turn("once"))
+        rows.dialogues[0].answer(turn("once"))
         first, *others = [status for status, _ in await asyncio.gather(first, *again)]
         assert first == 200 and sorted(others) == [200] * (num_waiting - 1) + [409] * (31 - num_waiting)
         assert 1 < num_waiting <= 8
@@ -268,7 +319,7 @@ def test_connections_that_break_off_or_are_pipelined_leave_the_turn_to_a_repeate
         await asyncio.sleep(0.2)
         asking = asyncio.ensure_future(rows.ask(0))
         await asyncio.sleep(0.2)
-        rows.dialogues[0].answer(Turn("late"))
+        rows.dialogues[0].answer(turn("late"))
         assert (await asking)[1]["choices"][0]["message"]["content"] == "late"
 
     with_rows(use)
@@ -277,7 +328,7 @@ def test_connections_that_break_off_or_are_pipelined_leave_the_turn_to_a_repeate
 def test_a_row_that_ends_refuses_the_request_that_waits():
     async def use(rows: Rows) -> None:
         asking = asyncio.ensure_future(rows.ask(0))
-        while not rows.dialogues[0].messages:
+        while not rows.dialogues[0].items:
             await asyncio.sleep(0.005)
         rows.endpoint.close(rows.doors[0])
         rows.dialogues[0].close()
@@ -293,7 +344,7 @@ def test_messages_are_read_as_templates_take_them():
         {"role": "assistant", "tool_calls": [call], "refusal": None},
         {"role": "tool", "tool_call_id": "c", "content": "r"},
     ]}  # fmt: skip
-    assert ChatRequest.of(json.dumps(body).encode()).rendered_messages() == [
+    assert ChatRequest.of(json.dumps(body).encode()).items() == [
         {"role": "system", "content": "Be good."},
         {
             "role": "assistant",

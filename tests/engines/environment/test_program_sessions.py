@@ -29,6 +29,7 @@ FILE = Path(__file__).with_name("asking_programs.py")
 def turn(response: str, calls: Sequence[Any] = (), content: str = "") -> dict[str, Any]:
     return {
         "response": response, "observation": "", "content": content, "reasoning": "", "calls": calls, "problems": (),
+        "token_ids": (), "logprobs": (), "num_tokens_before": 0,
     }  # fmt: skip
 
 

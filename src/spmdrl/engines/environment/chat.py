@@ -1,4 +1,4 @@
-"""Requests in the form of OpenAI's chat completions, and the model's turns as their answers."""
+"""Requests for turns of the model, as messages or as tokens, and turns as their answers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, ValidationError
 
-from spmdrl.engines.environment.episode import Turn
+from spmdrl.engines.environment.episode import Opening, Reply, Tokens, Turn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Message = dict[str, Any]
 
@@ -25,6 +28,10 @@ class Refused(Exception):
 
 class Forked(Refused):
     """A request that doesn't continue the row's conversation."""
+
+
+Answer: TypeAlias = "asyncio.Future[tuple[Message, Turn]]"
+"""A turn to come: its message, and all of it."""
 
 
 class _Part(BaseModel):
@@ -73,28 +80,59 @@ def _checked(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-class ChatRequest(BaseModel):
-    """The fields that are read; sampling is the run's."""
+class Request(BaseModel):
+    """Fields that are read of a request; sampling is the run's."""
 
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[Annotated[dict[str, Any], AfterValidator(_checked)]] | None = None
-    n: Literal[1] | None = None
-    logprobs: Literal[False] | None = None
-    stream: bool | None = None
     model: str = ""
 
     @classmethod
-    def of(cls, body: bytes) -> ChatRequest:
+    def of(cls, body: bytes) -> Self:
         """Read a body. Raises Refused for anything else."""
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the body"
-            way_out = "a turn answers messages of text, one at a time and without logprobs"
-            raise Refused(f"{where}: {first['msg']}; {way_out}") from None
+            raise Refused(f"{where}: {first['msg']}; a turn answers text, one request at a time") from None
 
-    def rendered_messages(self) -> list[Message]:
+
+class TokenRequest(Request):
+    """A conversation as tokens, in the form of vLLM's `/inference/v1/generate`."""
+
+    token_ids: list[NonNegativeInt] = Field(min_length=1)
+    features: None = None
+    content_parts: None = None
+    stream: Literal[False] | None = None
+    tools: ClassVar[None] = None
+
+    def items(self) -> list[int]:
+        """Return the conversation."""
+        return self.token_ids
+
+    def reading(self, new: Sequence[int], *, opens: bool) -> Tokens:
+        """Return what the model reads before its turn."""
+        return Tokens(new, opens)
+
+    def answered(self, turn: Turn, num_calls: int) -> tuple[Message, list[int]]:
+        """Return a turn as the API gives it, and as later requests repeat it."""
+        return {}, list(turn.token_ids)
+
+    def body(self, message: Message, turn: Turn, number: int, created: int) -> dict[str, Any]:
+        """Return the answer's object."""
+        choice = {"index": 0, "token_ids": turn.token_ids, "logprobs": _logprobs(turn), "finish_reason": "stop"}
+        return {"request_id": f"generate-{number}", "choices": [choice], "usage": _usage(turn)}
+
+
+class ChatRequest(Request):
+    """A conversation as messages, in the form of OpenAI's `/v1/chat/completions`."""
+
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[Annotated[dict[str, Any], AfterValidator(_checked)]] | None = None
+    n: Literal[1] | None = None
+    logprobs: bool | None = None
+    stream: bool | None = None
+
+    def items(self) -> list[Message]:
         """Return the messages as chat templates take them, tools' results with `name`. Raises Refused."""
         names: dict[str | None, str] = {}
         found: list[Message] = []
@@ -111,6 +149,57 @@ class ChatRequest(BaseModel):
             found.append(message)
         return found
 
+    def reading(self, new: Sequence[Message], *, opens: bool) -> Opening | Reply:
+        """Return what the model reads before its turn."""
+        return Opening(new, tools=self.tools) if opens else Reply(new)
+
+    def answered(self, turn: Turn, num_calls: int) -> tuple[Message, list[Message]]:
+        """Return a turn as the API gives it, and as later requests repeat it; `num_calls` were made before."""
+        calls: list[dict[str, Any]] = []
+        for number, call in enumerate(turn.calls, num_calls + 1):
+            # Mistral's templates demand nine letters.
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            calls.append({"id": f"call{number:05d}", "type": "function", "function": function})
+        is_read = bool(turn.content or turn.reasoning or calls) and not turn.problems
+        message: Message = {"role": "assistant", "content": turn.content if is_read else turn.response}
+        message |= {"tool_calls": calls} if calls else {}
+        message |= {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+        kept = [_call(call["id"], _Function(**call["function"])) for call in calls]
+        return message, [{**message, "tool_calls": kept} if kept else message]
+
+    def body(self, message: Message, turn: Turn, number: int, created: int) -> dict[str, Any]:
+        """Return the answer's object: whole, or as the only chunk of a stream."""
+        finish, kind = "tool_calls" if message.get("tool_calls") else "stop", "chat.completion"
+        if self.stream:
+            kind += ".chunk"
+            calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
+            message = {**message, "tool_calls": calls} if calls else message
+        choice = {"index": 0, "delta" if self.stream else "message": message, "finish_reason": finish}
+        choice |= {"logprobs": _logprobs(turn)} if self.logprobs else {}
+        return {
+            "id": f"chatcmpl-{number}", "object": kind, "created": created, "model": self.model, "choices": [choice],
+            "usage": _usage(turn),
+        }  # fmt: skip
+
+
+FORMS: Mapping[str, type[ChatRequest] | type[TokenRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/inference/v1/generate": TokenRequest,
+}
+"""requests by their paths"""
+
+
+def _logprobs(turn: Turn) -> dict[str, Any]:
+    """Return log-probs in OpenAI's form, with tokens named as vLLM does: not each has a text of its own."""
+    both = zip(turn.token_ids, turn.logprobs, strict=True)
+    named = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in both]
+    return {"content": [{**one, "bytes": None, "top_logprobs": []} for one in named]}
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    before, new = turn.num_tokens_before, len(turn.token_ids)
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+
 
 def _call(call_id: str, function: _Function) -> dict[str, Any]:
     try:
@@ -121,89 +210,75 @@ def _call(call_id: str, function: _Function) -> dict[str, Any]:
 
 
 class Dialogue:
-    """A row's conversation: each request repeats it and adds messages, and a turn of the model answers it."""
+    """A row's conversation: each request repeats it and adds to it, and a turn of the model answers it."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
-        """messages so far, the model's among them"""
-        self.tools: list[dict[str, Any]] | None = None
-        self._answers: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
-        self._last: asyncio.Future[dict[str, Any]] | None = None
+        self.items: list[Any] = []
+        """messages or tokens so far, the model's among them"""
+        self._answers: dict[bytes, Answer] = {}
+        self._last: tuple[ChatRequest | TokenRequest, Answer] | None = None
         self._num_calls = 0
 
-    def take(self, request: ChatRequest) -> tuple[asyncio.Future[dict[str, Any]], Sequence[Message]]:
+    @property
+    def is_waited_for(self) -> bool:
+        """True while a request waits for a turn."""
+        return self._last is not None and not self._last[1].done()
+
+    def take(self, request: ChatRequest | TokenRequest) -> tuple[Answer, Tokens | Opening | Reply | None]:
         """Return a request's answer to come, and what it adds: nothing if it repeats an earlier one.
 
         Raises Forked if it doesn't continue the conversation, Refused if another one waits for its turn.
         """
-        messages = request.rendered_messages()
-        read = json.dumps([messages, request.tools], sort_keys=True).encode()
+        items: list[Any] = [*request.items()]
+        read = json.dumps([items, request.tools], sort_keys=True).encode()
         digest = hashlib.blake2b(read).digest()
         if digest in self._answers:
-            return self._answers[digest], ()
-        if self._last is not None and not self._last.done():
+            return self._answers[digest], None
+        if self.is_waited_for:
             raise Refused("another request of this row waits for its turn; send one at a time", 409, "several_requests")
-        num_known = len(self.messages)
-        self._check(messages, request.tools)
-        self.messages, self.tools = messages, request.tools
-        self._last = self._answers[digest] = asyncio.get_running_loop().create_future()
-        return self._last, messages[num_known:]
+        if self._last is not None:
+            self._check(self._last[0], request, items)
+        reading = request.reading(items[len(self.items) :], opens=self._last is None)
+        self.items, self._last = items, (request, asyncio.get_running_loop().create_future())
+        self._answers[digest] = self._last[1]
+        return self._last[1], reading
 
     def answer(self, turn: Turn) -> None:
         """Answer the last request by a turn of the model."""
-        assert self._last is not None and not self._last.done(), "no request waits"
-        calls: list[dict[str, Any]] = []
-        for call in turn.calls:
-            self._num_calls += 1
-            # Mistral's templates demand nine letters.
-            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-            calls.append({"id": f"call{self._num_calls:05d}", "type": "function", "function": function})
-        is_read = bool(turn.content or turn.reasoning or calls) and not turn.problems
-        message: Message = {"role": "assistant", "content": turn.content if is_read else turn.response}
-        message |= {"tool_calls": calls} if calls else {}
-        message |= {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-        self._last.set_result(message)
-        kept = [_call(call["id"], _Function(**call["function"])) for call in calls]
-        self.messages = [*self.messages, {**message, "tool_calls": kept} if kept else message]
+        assert self._last is not None and self.is_waited_for, "no request waits"
+        request, answer = self._last
+        message, kept = request.answered(turn, self._num_calls)
+        self._num_calls += len(turn.calls)
+        self.items = [*self.items, *kept]
+        answer.set_result((message, turn))
 
     def close(self) -> None:
         """Leave the last request without an answer."""
         if self._last is not None:
-            self._last.cancel()
+            self._last[1].cancel()
 
-    def _check(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
-        if not self.messages:
-            return
-        shorter = zip(self.messages, messages, strict=False)
-        same = next((at for at, (old, new) in enumerate(shorter) if not _repeats(new, old)), len(messages))
-        if same < len(self.messages):
-            changed = f"message {same + 1} is another one" if same < len(messages) else f"it has {same} messages"
+    def _check(self, last: ChatRequest | TokenRequest, request: ChatRequest | TokenRequest, items: list[Any]) -> None:
+        if type(request) is not type(last):
+            raise Forked("a row's requests are all of one form, messages or tokens", code="fork")
+        kind = "token" if isinstance(request, TokenRequest) else "message"
+        shorter = zip(self.items, items, strict=False)
+        same = next((at for at, (old, new) in enumerate(shorter) if not _repeats(new, old)), len(items))
+        if same < len(self.items):
+            changed = f"{kind} {same + 1} is another one" if same < len(items) else f"it has {same} {kind}s"
             raise Forked(
-                f"a request must repeat the row's {len(self.messages)} messages and add to them, but {changed}: a "
-                "rewritten history would be another row; keep all messages in their order", code="fork",
+                f"a request must repeat the row's {len(self.items)} {kind}s and add to them, but {changed}: a "
+                f"rewritten history would be another row; keep all {kind}s in their order", code="fork",
             )  # fmt: skip
-        if len(messages) == len(self.messages):
-            raise Forked("a request must add messages behind the model's last turn", code="fork")
-        if tools != self.tools:
+        if len(items) == len(self.items):
+            raise Forked(f"a request must add {kind}s behind the model's last turn", code="fork")
+        if request.tools != last.tools:
             raise Forked("a row's tools are those of its first request, but this one has others", code="fork")
 
 
-def _repeats(new: Message, old: Message) -> bool:
-    """Return True if a message is an earlier one; space around it may differ, and text beside calls may be missing."""
+def _repeats(new: Any, old: Any) -> bool:
+    """Return True if a token or message is an earlier one; space around messages may differ, and text beside calls."""
+    if isinstance(new, int):
+        return bool(new == old)
     calls, others = ([call["function"] for call in one.get("tool_calls", ())] for one in (new, old))
     text, other = new["content"].strip(), old["content"].strip()
     return new["role"] == old["role"] and calls == others and (text == other or bool(calls and not text))
-
-
-def completion(message: Mapping[str, Any], request: ChatRequest, number: int, created: int) -> dict[str, Any]:
-    """Return an answer as an object of OpenAI's API: whole, or as the only chunk of a stream."""
-    finish = "tool_calls" if message.get("tool_calls") else "stop"
-    kind = "chat.completion"
-    if request.stream:
-        kind += ".chunk"
-        calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
-        message = {**message, "tool_calls": calls} if calls else message
-    choice = {"index": 0, "delta" if request.stream else "message": message, "finish_reason": finish}
-    return {
-        "id": f"chatcmpl-{number}", "object": kind, "created": created, "model": request.model, "choices": [choice],
-    }  # fmt: skip

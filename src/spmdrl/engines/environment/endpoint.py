@@ -1,4 +1,4 @@
-"""A server of OpenAI's API for the programs of this process's rows, on the loopback interface."""
+"""A server of turns of the model for the programs of this process's rows, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from spmdrl.engines.environment.chat import ChatRequest, Refused, completion
+from spmdrl.engines.environment.chat import FORMS, Answer, ChatRequest, Refused, TokenRequest
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -22,9 +22,9 @@ _MAX_CONNECTIONS = 512
 _MAX_REPEATED = 8
 """connections of a row that wait for one turn: requests of clients that gave up and asked again"""
 _READ_BYTES = 1 << 16
-_PATHS = {"/v1/chat/completions": "POST", "/v1/models": "GET"}
+_PATHS = {**dict.fromkeys(FORMS, "POST"), "/v1/models": "GET"}
 
-Take = Callable[[ChatRequest], "asyncio.Future[dict[str, Any]]"]
+Take = Callable[[ChatRequest | TokenRequest], Answer]
 """Hands a request to its row, and returns the answer to come; raises Refused."""
 
 
@@ -118,10 +118,10 @@ class Endpoint:
             raise Refused("another request of this row is being read; send one at a time", 409, "several_requests")
         door.is_busy = True
         try:
-            chat = ChatRequest.of(await request.clone(client_max_size=MAX_BODY_BYTES).read())
+            asked = FORMS[request.path].of(await request.clone(client_max_size=MAX_BODY_BYTES).read())
         finally:
             door.is_busy = False
-        answer = door.take(chat)
+        answer = door.take(asked)
         if len(door.waiting) == _MAX_REPEATED:
             raise Refused("the same request waits in other connections; send one at a time", 409, "several_requests")
         door.waiting.add(request.protocol)
@@ -131,10 +131,9 @@ class Endpoint:
             door.waiting.discard(request.protocol)
         if answer.cancelled():
             raise Refused("the row has ended", 410)
-        message = answer.result()
         self._num_answers += 1
-        body = completion(message, chat, self._num_answers, int(time.time()))
-        if not chat.stream:
+        body = asked.body(*answer.result(), self._num_answers, int(time.time()))
+        if not asked.stream:
             return self._json(body)
         text = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
         return self._web.Response(text=text, content_type="text/event-stream")

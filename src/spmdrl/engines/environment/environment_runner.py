@@ -23,8 +23,9 @@ from spmdrl.engines.environment.episode import (
     Reply,
     Row,
     Session,
-    ToolCall,
+    Tokens,
     Turn,
+    fields_of,
 )
 from spmdrl.engines.environment.gymnasium import GymnasiumEnvironment
 from spmdrl.engines.environment.mcp import load_mcp
@@ -102,8 +103,8 @@ def name_of_tool(tool: Mapping[str, Any]) -> Any:
 class StepResult:
     """Outcome of one step; `verdict` is None if it succeeded."""
 
-    observation: Observation | Reply | None = None
-    """text or messages that the model reads; None if the row has ended"""
+    observation: Observation | Reply | Tokens | None = None
+    """text, messages or tokens that the model reads; None if the row has ended"""
     reward: float | None = None
     verdict: Verdict | None = None
     error: str | None = None
@@ -113,7 +114,8 @@ class StepResult:
         """Build from JSON of `asdict`'s result. Raises KeyError, TypeError or ValueError for anything else."""
         verdict = None if fields["verdict"] is None else Verdict(fields["verdict"])
         read = fields["observation"] or {}
-        kind = Opening if "tools" in read else Reply if "messages" in read else Observation
+        kinds: dict[str, type[Any]] = {"tools": Opening, "messages": Reply, "token_ids": Tokens, "text": Observation}
+        kind = next((kind for name, kind in kinds.items() if name in read), Observation)
         return cls(kind(**read) if read else None, fields["reward"], verdict, fields["error"])
 
 
@@ -219,8 +221,7 @@ class Steps:
 
 def take_step(environment: Environment, message: dict[str, Any], key: str = KEY) -> StepResult:
     """Run one step of the environment and check its outcome; an exception becomes the verdict `CRASHED`."""
-    turns, calls = tuple(map(Turn.of, message["turns"])), tuple(ToolCall(**call) for call in message["calls"])
-    episode = Episode(**{**message, "turns": turns, "calls": calls, "problems": tuple(message["problems"])})
+    episode = Episode(**{**fields_of(message), "turns": tuple(map(Turn.of, message["turns"]))})
     return result_of(lambda: environment.step(episode), key)
 
 
@@ -232,7 +233,7 @@ def result_of(step: Callable[[], object], key: str) -> StepResult:
         return StepResult(verdict=Verdict.CRASHED, error=f"{key}: {no_terminal('a debugger', 'environment')}")
     except (Exception, SystemExit) as error:
         return StepResult(verdict=Verdict.CRASHED, error=f"{key}: {explain(error)}")
-    if isinstance(outcome, Observation | Reply) and is_observation(outcome):
+    if isinstance(outcome, Observation | Reply | Tokens) and is_observation(outcome):
         return StepResult(observation=replace(outcome, reward=float(outcome.reward)))
     if isinstance(outcome, End):
         if outcome.reward is None:
@@ -258,8 +259,11 @@ def is_reward(value: Any) -> bool:
 
 def is_observation(value: Any) -> bool:
     """Return True if a value is an observation or reply whose texts a tokenizer takes in acceptable time."""
-    if not isinstance(value, Observation | Reply) or not is_reward(value.reward):
+    if not isinstance(value, Observation | Reply | Tokens) or not is_reward(value.reward):
         return False
+    if isinstance(value, Tokens):
+        ids = value.token_ids
+        return len(ids) <= MAX_CHARACTERS and all(type(one) is int and one >= 0 for one in ids)
     if isinstance(value, Reply):
         try:
             written = json.dumps([value.messages, getattr(value, "tools", None)], ensure_ascii=False)

@@ -17,7 +17,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnParts:
-    """Parts of what a model wrote in a turn; all empty if the environment has no attribute `tools`."""
+    """Parts of what a model wrote in a turn; texts and calls are empty if the environment has no attribute `tools`."""
 
     content: str = ""
     """text before the first call"""
@@ -25,6 +25,10 @@ class TurnParts:
     calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()
     """of calls that can't be read, as messages to the model"""
+    token_ids: tuple[int, ...] = ()
+    """tokens of the turn, with their log-probs; for programs alone, as is the number of tokens before them"""
+    logprobs: tuple[float, ...] = ()
+    num_tokens_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,13 @@ class Turn(TurnParts):
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Turn:
         """Build from JSON of `asdict`'s result."""
-        calls = tuple(ToolCall(**call) for call in fields["calls"])
-        return cls(**{**fields, "calls": calls, "problems": tuple(fields["problems"])})
+        return cls(**fields_of(fields))
+
+
+def fields_of(read: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a turn or episode from JSON of `asdict`'s result."""
+    tuples = {name: tuple(read[name]) for name in ("problems", "token_ids", "logprobs")}
+    return {**read, **tuples, "calls": tuple(ToolCall(**call) for call in read["calls"])}
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,15 @@ class Opening(Reply):
 
     tools: Sequence[Mapping[str, Any]] | None = None
     """schemas of functions that the model may call"""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Answer that continues the row by tokens, or begins it in place of the data's prompt."""
+
+    token_ids: Sequence[int]
+    opens: bool
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from spmdrl.engines.environment.chat import ChatRequest, Dialogue, Forked
+from spmdrl.engines.environment.chat import Answer, ChatRequest, Dialogue, Forked, TokenRequest
 from spmdrl.engines.environment.endpoint import Endpoint
 from spmdrl.engines.environment.environment_runner import OPENS, SESSION, EnvironmentFacts, StepResult, result_of
-from spmdrl.engines.environment.episode import End, Opening, Reply, Row, Turn
+from spmdrl.engines.environment.episode import End, Row, Turn
 from spmdrl.engines.environment.row_program import Entry, Program
 from spmdrl.runtime.workers.loading import Loaded, explain, load_attribute, load_optional
 from spmdrl.runtime.workers.verdict import Verdict
@@ -134,16 +134,14 @@ class ProgramSession:
             error = f"the program sent no request within environment.{limit} = {self._settings[limit]:g}"
             return StepResult(verdict=Verdict.TIMED_OUT, error=f"{KEY}: {error}")
 
-    def _take(self, request: ChatRequest) -> asyncio.Future[dict[str, Any]]:
-        is_first = not self._dialogue.messages
+    def _take(self, request: ChatRequest | TokenRequest) -> Answer:
         try:
-            answer, new = self._dialogue.take(request)
+            answer, reading = self._dialogue.take(request)
         except Forked as fork:
             self._events.put_nowait(StepResult(verdict=Verdict.MALFORMED, error=f"{KEY}: {fork}"))
             raise
-        if new:
-            reply = Opening(new, tools=request.tools) if is_first else Reply(new)
-            self._events.put_nowait(result_of(lambda: reply, KEY))
+        if reading is not None:
+            self._events.put_nowait(result_of(lambda: reading, KEY))
         return answer
 
     async def _end(self) -> None:

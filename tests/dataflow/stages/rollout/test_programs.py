@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_special_tokens_in_a_programs_messages_and_tools_are_letters():
     assert text.count("<|im_end|>") == 5, "those of three messages, of the tool and of the turn"
     end = own("qwen").tokenizer.encode("<|im_end|>")[0]
     assert response.token_ids.count(end) == 3, "a system's message with the tools, the user's, and the turn"
+
+
+def test_a_program_may_ask_by_tokens_and_gets_the_models_with_their_log_probs():
+    (first,), encode = own("qwen").prompts(["a"]).prompt_ids(0), own("qwen").tokenizer.encode
+    response, _ = ended("by_tokens", json.dumps([first, 5, 6]), "ab", "c")
+    assert list(response.token_ids) == [5, 6, *encode("ab"), 5, 6, *encode("c")]
+    num_written = len(encode("ab")) + len(encode("c"))
+    assert sum(map(bool, response.turns)) == num_written and response.outcome.reward == -num_written
+    response, _ = ended("by_tokens", json.dumps([first + 1, 5]), "ab")
+    assert response.outcome.verdict is Verdict.MALFORMED and f"begins by token {first + 1}" in response.outcome.error
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, 
 from spmdrl.runtime.workers.verdict import Outcome
 
 ReadTurn = Callable[["TurnRow", Sequence[int]], TurnParts]
-"""Parts of a turn's tokens in a row."""
+"""Parts of a turn from the places of its tokens in a row."""
 
 
 @dataclass(eq=False)
@@ -131,8 +131,7 @@ class TurnRow:
         assert given.turns is not None
         texts = turn_texts(given.token_ids, given.turns, decode)[given.turns[0] == 0 :]
         for turn in range(len(self.parts) + 1, len(texts) + 1):
-            ids = [token for token, of_turn in zip(given.token_ids, given.turns, strict=True) if of_turn == turn]
-            self.parts.append(read(self, ids))
+            self.parts.append(read(self, [place for place, of_turn in enumerate(given.turns) if of_turn == turn]))
         *before, last = [Turn(*words, **vars(parts)) for words, parts in zip(texts, self.parts, strict=True)]
         seed = self.request.seeds[self.member]
         return Episode(

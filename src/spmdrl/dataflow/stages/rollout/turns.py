@@ -17,7 +17,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from spmdrl.dataflow.stages.rollout.requests import Answers, Meanwhile, by_reque
 from spmdrl.dataflow.stages.rollout.turn_row import ReadTurn, TurnRow
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import StepResult
-from spmdrl.engines.environment.episode import Observation, Opening, Reply, Row, TurnParts
+from spmdrl.engines.environment.episode import Observation, Opening, Reply, Row, Tokens, TurnParts
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.environment.tool_calls import TurnReader, check_tools
 from spmdrl.engines.generation.native.row_steps import Lockstep
@@ -42,7 +42,7 @@ from spmdrl.runtime.workers.call_pool import Unanswered
 from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
-EncodeRead = Callable[[TurnRow, Observation | Reply], list[int]]
+EncodeRead = Callable[[TurnRow, Observation | Reply | Tokens], list[int]]
 """Tokens of an environment's answer behind a row; raises ValueError for messages that the chat template refuses."""
 
 
@@ -233,7 +233,9 @@ def build_turns(
     tokenizer, conversation, reader = renderer.tokenizer, Conversation(renderer), TurnReader(renderer)
     check = functools.cache(partial(check_tools, renderer))
 
-    def encode(row: TurnRow, read: Observation | Reply) -> list[int]:
+    def encode(row: TurnRow, read: Observation | Reply | Tokens) -> list[int]:
+        if isinstance(read, Tokens):
+            return behind_first(row, list(read.token_ids)) if read.opens else list(read.token_ids)
         prompt, columns = row.asked
         if isinstance(read, Observation):
             after = read.after if row.turn else renderer.cut(prompt, columns)[1]
@@ -242,15 +244,25 @@ def build_turns(
             return conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages)
         if columns["tools"]:
             check()
-        before = list(row.request.prompt_ids)
-        ids = conversation.begun(read.messages, columns)
-        if ids[: len(before)] != before:
-            raise ValueError(f"the chat template begins this conversation by token {ids[0]}, and others by {before}")
-        return ids[len(before) :]
+        return behind_first(row, conversation.begun(read.messages, columns))
 
-    def read(row: TurnRow, ids: Sequence[int]) -> TurnParts:
-        has_tools = pool is not None and pool.facts.tools is not None
-        return reader.read(ids, renderer.tools_of(row.asked[1]) or ()) if has_tools else TurnParts()
+    def behind_first(row: TurnRow, ids: list[int]) -> list[int]:
+        first = list(row.request.prompt_ids)
+        if ids[: len(first)] != first:
+            raise ValueError(f"a conversation begins by token {ids[0]}, but those of the chat template by {first}")
+        return ids[len(first) :]
+
+    def read(row: TurnRow, places: Sequence[int]) -> TurnParts:
+        if pool is None:
+            return TurnParts()
+        ids = tuple(row.so_far.token_ids[place] for place in places)
+        parts = TurnParts()
+        if pool.facts.tools is not None:
+            parts = reader.read(ids, renderer.tools_of(row.asked[1]) or ())
+        if not pool.facts.has_own_prompts:
+            return parts
+        logprobs, before = tuple(row.so_far.logprobs[place] for place in places), len(row.request.prompt_ids)
+        return replace(parts, token_ids=ids, logprobs=logprobs, num_tokens_before=before + places[0])
 
     return RolloutTurns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
