@@ -70,6 +70,16 @@ prepare_environment() {
     say "ready"
 }
 
+# layer_environment FOLDER: makes an environment that has all of .venv behind its own packages, whose folder it prints.
+layer_environment() {
+    local own
+    .venv/bin/python -m venv --clear --without-pip "$1"
+    own=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    .venv/bin/python -c 'import sys; print(*(path for path in sys.path if "-packages" in path), "'"$PWD/src"'", sep="\n")' \
+        > "$own/shared.pth"
+    echo "$own"
+}
+
 # share_cores RANKS: threads for each of so many ranks on this node; waiting threads leave their core to others.
 share_cores() {
     local cores

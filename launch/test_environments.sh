@@ -14,10 +14,7 @@ also="openai"
 state="$extras $also setup.cfg=$(cksum < setup.cfg)"
 if [ "$(cat .venv-environments/installed 2> /dev/null)" != "$state" ]; then
     say "making .venv-environments with $extras"
-    .venv/bin/python -m venv --clear --without-pip .venv-environments
-    own=$(.venv-environments/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    .venv/bin/python -c 'import sys; print(*(path for path in sys.path if "-packages" in path), "'"$PWD/src"'", sep="\n")' \
-        > "$own/shared.pth"
+    layer_environment .venv-environments > /dev/null
     needed=$(.venv/bin/python -c '
 import configparser, sys
 config = configparser.ConfigParser()

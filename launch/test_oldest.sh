@@ -12,10 +12,7 @@ oldest=$(sed -n 's/^ *transformers>=\([0-9.]*\),.*$/\1/p' setup.cfg)
 state="transformers $oldest setup.cfg=$(cksum < setup.cfg)"
 if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$state" ]; then
     say "making .venv-oldest with transformers $oldest"
-    .venv/bin/python -m venv --clear --without-pip .venv-oldest
-    own=$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    .venv/bin/python -c 'import sys; print(*(path for path in sys.path if "-packages" in path), "'"$PWD/src"'", sep="\n")' \
-        > "$own/shared.pth"
+    own=$(layer_environment .venv-oldest)
     .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target "$own" \
         "transformers==$oldest" 'tokenizers>=0.22,<0.23' 'huggingface_hub<1'
     echo "$state" > .venv-oldest/installed
