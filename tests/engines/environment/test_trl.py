@@ -11,7 +11,7 @@ from tests.dataflow.stages.rollout.scripted import ended_row
 from tests.support.tool_templates import renderer_of
 
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
-from spmdrl.engines.environment.episode import Episode, ToolCall
+from spmdrl.engines.environment.episode import Episode, ToolCall, Turn
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
@@ -91,6 +91,16 @@ def test_seconds_and_errors_are_counted_by_tool():
     by_tool = {f"{what}/{tool}" for what in ("seconds", "errors") for tool in ("multiply", "wait")}
     assert figures.keys() == by_tool | {"open_seconds", "seconds"}, "not by names that the model made up"
     assert len(figures["seconds"]) == len(figures["open_seconds"]) == 3 and min(figures["seconds/wait"]) > 0.02
+
+
+def test_functions_are_not_called_again_where_a_row_is_opened_again():
+    again = (ToolCall("count", {}),)
+    with EnvironmentPool(tools("count", isolation="process")) as pool:
+        for turns, number in ((), "1"), ((Turn("", "1", calls=again),), "2"):
+            pool.submit(0, Episode(PROMPT, {}, 0, turns, "", calls=again))
+            (result,) = pool.collect([0])
+            pool.end([0])
+            assert result.observation.messages[0]["content"] == number
 
 
 def test_a_row_without_an_opening_is_the_templates_own_and_rewards_may_be_awaited():

@@ -28,6 +28,17 @@ async def wait(seconds: float) -> str:
     return "waited"
 
 
+called = []
+
+
+def count() -> int:
+    """
+    Counts this function's calls.
+    """
+    called.append(1)
+    return len(called)
+
+
 def bare(a):
     return a
 

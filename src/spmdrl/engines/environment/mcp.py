@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from spmdrl.engines.environment.episode import End, Reply, Row, Turn
-from spmdrl.engines.environment.trl import ToolSession, ToolsLost
+from spmdrl.engines.environment.trl import FunctionSession, ToolsLost
 from spmdrl.runtime.workers.loading import load_optional
 
 # Codes of JSON-RPC errors for a connection that has ended, and for a session that the server has forgotten.
@@ -100,7 +100,7 @@ class McpTools:
         return text
 
 
-class McpSession(ToolSession):
+class McpSession(FunctionSession):
     """Session of a row that calls a server's tools; what they keep is the server's, and of all rows."""
 
     def __init__(self, server: McpTools, *tools: Any):
@@ -115,9 +115,6 @@ class McpSession(ToolSession):
         except ToolsLost:
             self._server.disconnect()
             raise
-
-    def restore(self, turns: Sequence[Turn]) -> None:
-        """Call nothing again: this row's calls may have changed what the server keeps."""
 
 
 def _text_of(part: Any) -> str:

@@ -53,8 +53,8 @@ class ToolFunctions:
         self.tools = [schema_of(function) for function in functions]
         self._loop = asyncio.new_event_loop()
 
-    def open(self, row: Row) -> ToolSession:
-        return ToolSession(self._functions, self._loop)
+    def open(self, row: Row) -> FunctionSession:
+        return FunctionSession(self._functions, self._loop)
 
 
 class ToolObjects:
@@ -115,6 +115,13 @@ class ToolSession:
             raise
         except Exception as error:
             return {"error": str(error)}
+
+
+class FunctionSession(ToolSession):
+    """Session of a row whose functions keep nothing of it."""
+
+    def restore(self, turns: Sequence[Turn]) -> None:
+        """Call nothing again: what was answered stands, and calls may have effects."""
 
 
 async def _awaited(function: Callable[[], Any]) -> Any:
