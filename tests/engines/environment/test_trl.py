@@ -93,6 +93,20 @@ def test_seconds_and_errors_are_counted_by_tool():
     assert len(figures["seconds"]) == len(figures["open_seconds"]) == 3 and min(figures["seconds/wait"]) > 0.02
 
 
+def test_errors_of_recorded_answers_are_counted_as_of_others(tmp_path):
+    found = []
+    for _ in range(2):
+        with (
+            activity.in_stage("generation", 1),
+            EnvironmentPool(tools("multiply"), journal=Journal(tmp_path, 0, 0, list)) as pool,
+        ):
+            for row, arguments in enumerate(({"a": 6}, {"a": 6, "b": 7})):
+                pool.submit(row, Episode(PROMPT, {}, row, (), "", calls=(ToolCall("multiply", arguments),)))
+            pool.collect(range(2))
+            found.append(pool.take_figures())
+    assert found[0]["errors/multiply"] == found[1]["errors/multiply"] == [1.0, 0.0]
+
+
 def test_functions_are_not_called_again_where_a_row_is_opened_again():
     again = (ToolCall("count", {}),)
     with EnvironmentPool(tools("count", isolation="process")) as pool:

@@ -94,11 +94,11 @@ class EnvironmentPool:
         `subject` is the row's prompt.
         """
         message = asdict(row)
-        if self._journal is not None and (known := self._journal.find(key, message)) is not None:
-            self._calls.deliver(key, known)
-            return
         if isinstance(row, Episode):
             self._called[key] = self._tools.intersection(call.name for call in row.calls)
+        if self._journal is not None and (known := self._journal.find(key, message)) is not None:
+            self._calls.deliver(key, self._counted(key, known))
+            return
         if not self.facts.has_sessions:
             self._calls.submit([Call(key, message, subject=subject)])
             return
@@ -176,9 +176,12 @@ class EnvironmentPool:
         return self._kept(call.key, StepResult(verdict=verdict, error=error))
 
     def _kept(self, key: Hashable, result: StepResult) -> StepResult:
+        if self._journal is not None and key is not None:
+            self._journal.add(key, result)
+        return self._counted(key, result)
+
+    def _counted(self, key: Hashable, result: StepResult) -> StepResult:
         errors = getattr(result.observation, "errors", ())
         for tool in self._called.pop(key, ()):
             self._figures[f"errors/{tool}"].append(float(result.verdict is not None or tool in errors))
-        if self._journal is not None and key is not None:
-            self._journal.add(key, result)
         return result
