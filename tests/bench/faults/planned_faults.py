@@ -37,6 +37,8 @@ POINTS: Mapping[str, tuple[str, ...]] = {
     "data": (),
     "reshard": ("corrupt",),
     "generate": ("oom",),
+    "environment.answer": (),
+    "environment.record": (),
     "dock.put": (),
     "dock.get": (),
     "reward": ("nan",),

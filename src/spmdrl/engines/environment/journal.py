@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.engines.environment.environment_runner import StepResult, read_step
+from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.jsonl import JsonlWriter, read_jsonl
 from spmdrl.runtime.supervision.activity import activity
 
@@ -44,6 +45,7 @@ class Journal:
 
     def add(self, key: Hashable, result: StepResult) -> None:
         """Record the answer to the call that was asked under `key`, before it is used."""
+        faultpoint("environment.answer")
         step, digest = self._asked.pop(key)
         if result.verdict is not None:
             return
@@ -52,6 +54,7 @@ class Journal:
             self.close()
             self._writer = JsonlWriter(path)
         self._writer.write({"call": digest, "answer": asdict(result)})
+        faultpoint("environment.record")
 
     def close(self) -> None:
         """Close the file, and delete those that a checkpoint makes unnecessary."""

@@ -18,6 +18,8 @@ _LAST_STEP = 3
 _STEP_OF = {"init": 0, "load": 0, "shutdown": _LAST_STEP}
 # Only the first rank renames.
 _OF_MAIN = ("checkpoint.rename",)
+# These jobs have no environment; `python -m tests.bench sources --kills` has.
+_OF_ENVIRONMENTS = ("environment.answer", "environment.record")
 _SHORT = ("dock.put:1", "checkpoint.rename:0")
 _TORCHRUN_SECONDS = 180.0
 
@@ -80,7 +82,7 @@ def _restarts(jobs: FaultJobs, whole: Mapping[str, Any], *, is_short: bool) -> T
 
 
 def _stages_and_ranks(is_short: bool) -> Iterator[tuple[str, int]]:
-    for stage in POINTS:
+    for stage in [stage for stage in POINTS if stage not in _OF_ENVIRONMENTS]:
         for rank in (0,) if stage in _OF_MAIN else (0, 1):
             if not is_short or f"{stage}:{rank}" in _SHORT:
                 yield stage, rank
