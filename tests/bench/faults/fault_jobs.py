@@ -47,7 +47,10 @@ _SETTINGS = (
 # Files of a checkpoint that hold times or the run's folder, and the account that is compared by its parts.
 _OF_THE_RUN = ("manifest.json", "run.json", "config.resolved.yaml", "samples.json")
 # Warnings are counted with them: a slow rank or a slow disk has one.
-_MEASURED = re.compile("(time|perf|checkpoint|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$|log/warnings$")
+_MEASURED = re.compile(
+    "(time|perf|checkpoint|mem|fusion)/|reshard/.*(seconds|per_second|hidden_share)$|environment/(open_)?seconds|"
+    "log/warnings$"
+)
 
 
 @dataclass(frozen=True)

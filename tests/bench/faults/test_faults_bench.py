@@ -105,7 +105,8 @@ def finished_run(folder: Path, rows: dict[int, list[list[int]]]) -> Path:
         path = folder / "checkpoints/step_000002" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    steps = [json.dumps({"step": step, "dock/trained": 4, "time/step": folder.name}) for step in (1, 2)]
+    times = {name: folder.name for name in ("time/step", "environment/seconds/add", "environment/open_seconds")}
+    steps = [json.dumps({"step": step, "dock/trained": 4} | times) for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("\n".join(steps))
     (folder / "rows").mkdir()
     for rank in (0, 1):
