@@ -23,6 +23,7 @@ from typing import Any, Literal
 import pytest
 from torch.distributed import TCPStore
 
+from spmdrl.runtime.workers.descent import die_with_parent
 from tests.support.chosen_device import VARIABLE, Uses, chosen_kind, skip_without_devices
 
 HOST = "127.0.0.1"
@@ -107,9 +108,18 @@ def fork(function: Callable, *args: Any, method: Literal["forkserver", "spawn"] 
     """Start a process that calls a function."""
     if method == "forkserver":
         start_server()
+        function, args = _ending_with_its_parent, (function, *args)
     process = multiprocessing.get_context(method).Process(target=function, args=args)
     process.start()
     return process
+
+
+def _ending_with_its_parent(function: Callable, *args: Any) -> None:
+    # The server ends with the last process that holds this: the one that starts ranks, however that one ends.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    forkserver._forkserver._forkserver_alive_fd = None
+    die_with_parent()
+    function(*args)
 
 
 @functools.cache

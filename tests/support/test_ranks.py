@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +60,25 @@ def test_ranks_that_take_too_long_are_killed():
 
 def sleep_a_minute(world: World) -> None:
     time.sleep(60)
+
+
+FORKING = """
+import time
+from tests.support.ranks import fork
+print(fork(time.sleep, 60).pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_process_that_is_killed():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True, env=environment) as one:
+        assert one.stdout is not None
+        rank = Path(f"/proc/{one.stdout.readline().strip()}")
+        assert rank.exists()
+        one.kill()
+        deadline = time.monotonic() + 20
+        while rank.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not rank.exists()
