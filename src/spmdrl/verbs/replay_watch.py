@@ -19,7 +19,7 @@ from spmdrl.dataflow.stages.reward import reward_call
 from spmdrl.dataflow.stages.rows import TURNS, ModelTokens
 from spmdrl.dataflow.stages.stages import StageHook
 from spmdrl.dataflow.stages.update import OLD_LOGPROBS, Learner
-from spmdrl.dataflow.stages.update_report import ROW
+from spmdrl.dataflow.stages.update_report import PIECE, row_of
 from spmdrl.engines.generation.protocol import Response
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.reward.functions import load_functions, score
@@ -51,8 +51,8 @@ class ReplayWatch(StageHook):
         self._config = config
         self._stops = stops
         self._is_reached = False
-        self._trained: dict[int, dict[str, list[float]]] = {}
-        """by row, values of ReplayedToken by name, for each of the model's tokens, in the first update with it"""
+        self._trained: dict[tuple[int, int], dict[str, list[float]]] = {}
+        """by row and piece, values of ReplayedToken by name, per token of the model, in the first update with it"""
 
     def before(self, state: WorkerState, samples: Samples) -> None:
         self._is_reached = samples.step == self._step
@@ -90,23 +90,34 @@ class ReplayWatch(StageHook):
     def loss(self, learner: Learner, terms: TokenTerms, weighted_R: Tensor) -> None:
         if not self._is_reached:
             return
-        row_R, logprobs_R = terms.columns[ROW], terms.logprobs_R
-        rows = [row for row in self._rows if row not in self._trained and bool((row_R == row).any())]
-        if rows and self._stops:
+        piece_R, logprobs_R = terms.columns[PIECE], terms.logprobs_R
+        row_R = row_of(piece_R)
+        pieces = [(row, piece) for row in self._rows for piece in piece_R[row_R == row].unique().tolist()]
+        pieces = [piece for piece in pieces if piece not in self._trained]
+        if pieces and self._stops:
+            rows = list(dict(pieces))
             # Called once more, for the debugger only.
             stop(f"the loss of rows {rows}: `s` steps into learner.loss; p terms.logprobs_R[row_R == {rows[0]}]")
             learner.loss(terms)
         # Without the column, they are those that the update computes first.
         ratio_R = (logprobs_R - terms.columns.get(OLD_LOGPROBS, logprobs_R)).exp()
-        for row in rows:
-            places = (row_R == row).nonzero().squeeze(1)
+        for piece in pieces:
+            places = (piece_R == piece[1]).nonzero().squeeze(1)
             found = {"trainer": logprobs_R, "ratio": ratio_R, "loss": weighted_R}
-            self._trained[row] = {name: values_R[places].tolist() for name, values_R in found.items()}
+            self._trained[piece] = {name: values_R[places].tolist() for name, values_R in found.items()}
             if logprobs_R.requires_grad:
-                logprobs_R.register_hook(partial(self._keep_gradient, row, places))
+                logprobs_R.register_hook(partial(self._keep_gradient, piece, places))
 
-    def _keep_gradient(self, row: int, places: Tensor, gradient_R: Tensor) -> None:
-        self._trained[row]["gradient"] = gradient_R[places].tolist()
+    def _keep_gradient(self, piece: tuple[int, int], places: Tensor, gradient_R: Tensor) -> None:
+        self._trained[piece]["gradient"] = gradient_R[places].tolist()
+
+    def _trained_of(self, row: int) -> dict[str, list[float]]:
+        """Return the values of a row's tokens, those of all of its pieces; empty if it wasn't trained."""
+        joined: dict[str, list[float]] = {}
+        for piece in sorted(one for one in self._trained if one[0] == row):
+            for name, values in self._trained[piece].items():
+                joined.setdefault(name, []).extend(values)
+        return joined
 
     def after(self, state: WorkerState, samples: Samples) -> None:
         if self._is_reached and state is WorkerState.UPDATE:
@@ -117,7 +128,7 @@ class ReplayWatch(StageHook):
         rows = samples.rows
         if row not in rows.to_train:
             raise ConfigError(f"row {row} isn't trained in step {samples.step}: a later step continues its group")
-        prompt, is_trained, trained = rows.prompt_of(row), rows.is_trained(row), self._trained.get(row)
+        prompt, is_trained, trained = rows.prompt_of(row), rows.is_trained(row), self._trained_of(row)
         names = {*_COLUMNS, *({TURNS} & rows.reads(WorkerState.UPDATE)), *(("advantages",) if is_trained else ())}
         batch = samples.read([row], names)
         ids, turns = batch.values("response_ids").tolist(), batch.values(TURNS).tolist() if TURNS in batch else None
@@ -143,7 +154,7 @@ class ReplayWatch(StageHook):
             parts={name: value for name, value in parts if not math.isnan(value)},
             group_rewards=dict(zip(group, samples.read(group, ["reward"]).dense("reward").tolist(), strict=True)),
             left_out=left_out if is_trained else "the step left the row out, which has no advantage",
-            tokens=list(self._tokens(ids, turns, numbers | (trained or {}))),
+            tokens=list(self._tokens(ids, turns, numbers | trained)),
         )
 
     def _tokens(

@@ -82,7 +82,8 @@ RULES: tuple[ColumnRule, ...] = (
     # Value of the state after a cut response, 0 after others; with critic.truncation bootstrap.
     replace(_rule(END_VALUE, torch.float32, WorkerState.VALUES, _TOKENS), is_always_made=False),
     _per_response_token("returns", torch.float32, WorkerState.RETURNS, "reward response_ids"),
-    # Turn in which the model wrote a token, from 1; 0 for the environment's tokens; only with an environment.
+    # Turn in which the model wrote a token, from 1; 0 for the environment's tokens, -1 for its first of a piece; only
+    # with an environment.
     replace(_per_response_token("turns", torch.int16, WorkerState.GENERATION, "prompt_ids"), is_always_made=False),
     # The environment's reward of a turn at its last token, 0 at others; only with an environment.
     replace(

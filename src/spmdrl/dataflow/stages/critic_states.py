@@ -20,6 +20,7 @@ from spmdrl.dataflow.stages.rows import (
     copies_of,
     credit_inputs,
     mini_batch_of_rows,
+    piece_places,
     token_rows,
 )
 from spmdrl.dataflow.stages.update import UpdatePlan
@@ -99,9 +100,10 @@ class CriticUpdateStage:
     def __call__(self, samples: Samples) -> None:
         # Rows wait for their advantages, since rows without any are dropped; the critic itself needs none.
         batch = samples.take(self.state, samples.rows.reads(self.state) - {"advantages"})
-        rows, copies_B = token_rows(batch, self.engine.config, ("values", "returns", COPIES)), copies_of(batch)
+        rows, places_B = token_rows(batch, self.engine.config, ("values", "returns", COPIES)), piece_places(batch)
+        copies_B = copies_of(batch)[places_B]
         self._report_fit(rows, copies_B)
-        part_B = mini_batch_of_rows(batch.rows, samples.rows, self.plan.updates_per_epoch)
+        part_B = mini_batch_of_rows(batch.rows[places_B], samples.rows, self.plan.updates_per_epoch)
         for _ in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 members = (part_B == part).nonzero().squeeze(1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -26,7 +25,9 @@ from spmdrl.resources.device import to_device
 
 ROUTED_EXPERTS = "routed_experts"
 TURNS = "turns"
-"""Column of rows with an environment: the turn of each of the model's tokens, from 1, else 0."""
+"""Column of rows with an environment: the turn of each of the model's tokens, from 1, else 0 or `BEGINS_PIECE`."""
+BEGINS_PIECE = -1
+"""Marks the environment's first token of a *piece*: it, and what follows, is computed without what is before."""
 TURN_REWARDS = "turn_rewards"
 """Column of such rows: the environment's reward of a turn at its last token, else 0."""
 
@@ -84,6 +85,14 @@ class ModelTokens:
         return out
 
 
+def piece_places(batch: Batch) -> Tensor:
+    """Return the place in the batch of each of `token_rows`: of each piece of its rows, in order."""
+    if TURNS not in batch:
+        return torch.arange(len(batch))
+    num_begun_B = offsets_of(batch.values(TURNS) == BEGINS_PIECE)[batch.offsets(TURNS)].diff()
+    return torch.arange(len(batch)).repeat_interleave(num_begun_B + 1)
+
+
 def copies_of(batch: Batch) -> Tensor:
     """Return how often each row is trained on [B]: once without the column `copies`."""
     return batch.dense(COPIES).long() if COPIES in batch else torch.ones_like(batch.rows)
@@ -117,7 +126,8 @@ def token_rows(
 ) -> TokenRows:
     """Join each row's prompt and response, with the named columns for each response token of the model.
 
-    Missing columns are omitted. Recorded experts are included, if the batch has them, as `model` uses them.
+    Each piece of a row is a row: all before its first token of the model is its prompt. Missing columns are omitted.
+    Recorded experts are included, if the batch has them, as `model` uses them.
     """
     tokens_T, offsets = _join_ragged(batch, "prompt_ids", "response_ids")
     model_tokens = ModelTokens.of(batch)
@@ -128,9 +138,20 @@ def token_rows(
     if ROUTED_EXPERTS in batch:
         experts_TLC = experts_of_rows(batch.values(ROUTED_EXPERTS), offsets.diff(), model)
     # The dock's token ids are int32; embeddings and losses index with int64.
-    is_model_T = _written_by_model(batch, offsets, model_tokens)
+    turns_T = _turns_of_rows(batch, offsets)
+    is_model_T = None if turns_T is None else turns_T > 0
     prompt_lengths_B = batch.lengths("prompt_ids")
+    if turns_T is not None and (begun := (turns_T == BEGINS_PIECE).nonzero().squeeze(1)).numel():
+        offsets, order = torch.cat((offsets[:-1], begun, offsets[-1:])).sort()
+        lengths = torch.cat((prompt_lengths_B, _num_before_model(turns_T > 0, begun)))
+        prompt_lengths_B = lengths[order[:-1]].minimum(offsets.diff())
     return TokenRows(tokens_T.long(), offsets, prompt_lengths_B, response, experts_TLC, is_model_T, unit_size)
+
+
+def _num_before_model(is_model_T: Tensor, starts: Tensor) -> Tensor:
+    """Return the number of tokens from each start to the model's next token, or to the end."""
+    places = torch.cat((is_model_T.nonzero().squeeze(1), torch.tensor([len(is_model_T)])))
+    return places[torch.searchsorted(places, starts)] - starts
 
 
 def _by_token(batch: Batch, name: str, model_tokens: ModelTokens) -> Tensor:
@@ -143,14 +164,14 @@ def _by_token(batch: Batch, name: str, model_tokens: ModelTokens) -> Tensor:
     return model_tokens.pick(values)
 
 
-def _written_by_model(batch: Batch, offsets: Tensor, model_tokens: ModelTokens) -> Tensor | None:
-    """Return True for each token of the joined rows by the model; None if it wrote all after the prompts."""
-    if model_tokens.is_model is None:
+def _turns_of_rows(batch: Batch, offsets: Tensor) -> Tensor | None:
+    """Return the turn of each token of the joined rows, 0 in prompts; None if the model wrote all after these."""
+    if TURNS not in batch:
         return None
-    is_model_T = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+    turns_T = torch.zeros(int(offsets[-1]), dtype=batch.values(TURNS).dtype)
     starts_B = offsets[:-1] + batch.lengths("prompt_ids")
-    is_model_T[_positions(starts_B, batch.lengths("response_ids"))] = model_tokens.is_model
-    return is_model_T
+    turns_T[_positions(starts_B, batch.lengths("response_ids"))] = batch.values(TURNS)
+    return turns_T
 
 
 def turn_texts(
@@ -161,7 +182,7 @@ def turn_texts(
     The opening of a row, if it has one, follows an empty text.
     """
     texts: list[tuple[str, str]] = []
-    for turn, run in groupby(zip(token_ids, turns, strict=True), key=itemgetter(1)):
+    for turn, run in groupby(zip(token_ids, turns, strict=True), key=lambda one: max(one[1], 0)):
         text = decode([token for token, _ in run])
         if turn or not texts:
             texts.append((text, "") if turn else ("", text))

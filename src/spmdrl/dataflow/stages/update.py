@@ -16,8 +16,8 @@ from torch import Tensor
 
 from spmdrl.dataflow.samples.samples import Samples
 from spmdrl.dataflow.samples.schema import COPIES
-from spmdrl.dataflow.stages.rows import ModelTokens, copies_of, mini_batch_of_rows, token_rows
-from spmdrl.dataflow.stages.update_report import ROW, ShownRows, mismatch, record_lags
+from spmdrl.dataflow.stages.rows import ModelTokens, copies_of, mini_batch_of_rows, piece_places, token_rows
+from spmdrl.dataflow.stages.update_report import PIECE, ShownRows, mismatch, piece_keys, record_lags
 from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.engines.training.updater import UpdateResult
@@ -94,8 +94,9 @@ class UpdateStage:
         if samples.step < self.plan.first_step:
             samples.commit(self.state)
             return
-        rows, copies_B = self._rows_for(learner, columns, batch), copies_of(batch)
-        part_B = mini_batch_of_rows(batch.rows, samples.rows, self.plan.updates_per_epoch)
+        rows, places_B = self._rows_for(learner, columns, batch), piece_places(batch)
+        copies_B = copies_of(batch)[places_B]
+        part_B = mini_batch_of_rows(batch.rows[places_B], samples.rows, self.plan.updates_per_epoch)
         for epoch in range(self.plan.epochs):
             for part in range(self.plan.updates_per_epoch):
                 members = (part_B == part).nonzero().squeeze(1)
@@ -108,9 +109,9 @@ class UpdateStage:
         samples.commit(self.state)
 
     def _rows_for(self, learner: Learner, columns: frozenset[str], batch: Batch) -> TokenRows:
-        """Return all rows with the loss's columns, except the weights, which depend on an update's rows."""
+        """Return all pieces with the loss's columns, except the weights, which depend on an update's rows."""
         rows = token_rows(batch, self.engine.config, [*sorted(columns), COPIES], unit_size=learner.unit_size)
-        more = {ROW: batch.rows.repeat_interleave(rows.response_offsets.diff())}
+        more = {PIECE: piece_keys(batch.rows[piece_places(batch)]).repeat_interleave(rows.response_offsets.diff())}
         if OLD_LOGPROBS in learner.columns_for_loss(self.plan.num_updates) - columns:
             more[OLD_LOGPROBS] = rows.response["rollout_logprobs"]
         return replace(rows, response=rows.response | more)
@@ -220,7 +221,7 @@ class PolicyLoss:
             return LossTerms(weighted, metrics)
         old_R = columns[OLD_LOGPROBS] if self.old == "column" else scores.logprobs_R.detach()
         if self.shown is not None:
-            self.shown.add(columns[ROW], old_R, weighted_R.detach())
+            self.shown.add(columns[PIECE], old_R, weighted_R.detach())
         means, maxima = mismatch(old_R, columns, self.version)
         return LossTerms(weighted, metrics | means, maxima)
 

@@ -13,13 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.nouns.batch import Batch, Integers
+from spmdrl.nouns.batch import Batch, Integers, gather_ragged_rows, offsets_of
 from spmdrl.observability.metrics import Recorder
 from spmdrl.resources.collectives import gather_ragged_columns
 from spmdrl.resources.device import to_host
 
-ROW = "row"
-"""Column for one update: the row of each response token."""
+PIECE = "piece"
+"""Column for one update: the one of `piece_keys` that each response token belongs to."""
+_PIECE_BITS = 16
 OTHERS = 4
 """Number of rows of other prompts beside a whole group, by default."""
 
@@ -52,6 +53,17 @@ def record_lags(recorder: Recorder, versions_R: Tensor, version: int) -> None:
     lags, counts = lags_R.unique(return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
         recorder.total(f"off_policy/lag_{lag}", count)
+
+
+def piece_keys(rows_P: Tensor) -> Tensor:
+    """Return a key for each piece, ascending within a row, from the rows of pieces, those of each row together."""
+    _, counts = rows_P.unique_consecutive(return_counts=True)
+    return (rows_P << _PIECE_BITS) + torch.arange(len(rows_P)) - offsets_of(counts)[:-1].repeat_interleave(counts)
+
+
+def row_of(keys: Tensor) -> Tensor:
+    """Return the rows of `piece_keys`."""
+    return keys >> _PIECE_BITS
 
 
 def chosen_places(num_rows: int, wanted: int | None, group_size: int) -> list[int]:
@@ -104,18 +116,23 @@ class ShownRows:
         if self._record is not None:
             self._record.taken(batch)
 
-    def add(self, row_R: Tensor, logprobs_R: Tensor, loss_R: Tensor) -> None:
+    def add(self, pieces_R: Tensor, logprobs_R: Tensor, loss_R: Tensor) -> None:
         """Keep the log-probs of tokens and their terms of the loss, on the device, without waiting for it."""
         if len(self._rows) or self._record is not None:
-            self._kept.append((row_R, logprobs_R, loss_R))
+            self._kept.append((pieces_R, logprobs_R, loss_R))
 
     def gather(self) -> None:
         """Collect the results of all ranks; those with the same rows have the same. Collective over all ranks."""
         if not len(self._rows) and self._record is None:
             return
         # All tokens are copied: choosing on the device would make the host wait once more.
-        row_R, logprobs_R, loss_R = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
+        found = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
         self._kept.clear()
+        # Micro-batches come in any order, each with whole pieces.
+        keys, counts = found[0].unique_consecutive(return_counts=True)
+        offsets, order = offsets_of(counts), keys.argsort()
+        pieces_R, logprobs_R, loss_R = (gather_ragged_rows(values_R, offsets, order)[0] for values_R in found)
+        row_R = row_of(pieces_R)
         if self._record is not None:
             self._record.trained(row_R, logprobs_R, loss_R)
         if not len(self._rows):

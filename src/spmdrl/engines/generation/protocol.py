@@ -101,7 +101,7 @@ class Response:
     """int16, flat: for each fed token (the prompt's and all of `token_ids` but the last), its experts in each sparse
     layer; None if not recorded."""
     turns: tuple[int, ...] | None = None
-    """Turn of each token, from 1, or 0 for an environment's; None: all in one turn."""
+    """Turn of each token, from 1, or 0 for an environment's, -1 for its first of a piece; None: all in one turn."""
     turn_rewards: tuple[float, ...] = ()
     """With turns, per token: the environment's reward of a turn at its last one, else 0."""
     outcome: Outcome | None = None

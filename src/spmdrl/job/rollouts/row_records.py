@@ -92,7 +92,6 @@ class RowRecords:
     def trained(self, row_R: Tensor, logprobs_R: Tensor, loss_R: Tensor) -> None:
         if not self._is_writer:
             return
-        # Micro-batches come in any order, each with whole rows.
         rows, counts = row_R.unique_consecutive(return_counts=True)
         places = RowPlaces(offsets_of(counts))
         self._fields |= {
