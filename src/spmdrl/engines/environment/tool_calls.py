@@ -17,7 +17,7 @@ from typing import Any
 
 from spmdrl.engines.environment.episode import ToolCall, TurnParts
 from spmdrl.engines.models.conversation import Conversation
-from spmdrl.engines.models.renderer import Messages, Renderer
+from spmdrl.engines.models.renderer import Messages, Renderer, thought
 from spmdrl.engines.models.tokenizer import StopToken
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
@@ -222,13 +222,12 @@ class TurnReader:
     @cached_property
     def _frame(self) -> tuple[str, str] | None:
         """Text from the conversation's beginning to a thought, and the one behind it; None if there are no thoughts."""
-        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
-        text = self._turn({"content": _CONTENT, **thought})
+        text = self._turn({"content": _CONTENT, **thought(_THOUGHT)})
         before, found, behind = text.partition(_THOUGHT)
         if not found or _CONTENT not in behind:
             return ("<think>", "</think>") if "</think>" in self._renderer.tokenizer.raw.chat_template else None
         close = behind.partition(_CONTENT)[0]
-        with_calls = (self._written(1, **thought) or "").partition(_THOUGHT)[2]
+        with_calls = (self._written(1, **thought(_THOUGHT)) or "").partition(_THOUGHT)[2]
         return before.rstrip(), commonprefix([close, with_calls]).strip() or close.strip()
 
     def _thought(self, text: str) -> tuple[str, str]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
-from spmdrl.engines.models.renderer import Messages, Renderer, unused_word
+from spmdrl.engines.models.renderer import Message, Messages, Renderer, lengthened, thought, unused_word
 from spmdrl.nouns.settings.data_config import RowNotRendered
 
+Exchange = tuple[Message, Messages]
+"""A model's turn and its reply."""
 _ROLES = ("user", "tool")
 _NUM_BEFORE, _NUM_SHOWN = 24, 80
 
@@ -69,7 +71,49 @@ class Conversation:
         cut = _unused_letter([*messages, *(columns.get("tools") or ())])
         columns = {**columns, "tools": self._cut(columns.get("tools"), cut)}
         asked = [self._cut(message, cut) for message in self._renderer.messages(messages)]
-        return self._tokens(self._renderer.rendered(asked, columns, add_generation_prompt=True), cut)
+        return self._tokens(self._written(asked, columns), cut)
+
+    def anew(
+        self, prompt: str | Messages, columns: Mapping[str, Any], exchanges: Sequence[Exchange], *, opening: str = ""
+    ) -> list[int]:
+        """Return the tokens of a whole conversation, as the template writes it, through the start of the next turn.
+
+        Special tokens are those of the prompt, behind which the `opening` stands, and of the template: turns and
+        replies have none. Raises ValueError for messages that the template doesn't write.
+        """
+        *before, last = self._renderer.messages(prompt)
+        said = self.messages_of(exchanges)
+        cut = _unused_letter([*before, last, *said, {"content": opening}])
+        said = [self._cut(message, cut) for message in said]
+        if last["role"] == "assistant":
+            # The first turn continues this message.
+            said[0]["content"] = f"{last.get('content') or ''}{said[0]['content']}"
+        else:
+            before.append(lengthened(last, self._cut(opening, cut)) if opening else last)
+        return self._tokens(self._written([*before, *said], columns), cut, self._tokenizer.encode)
+
+    def messages_of(self, exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
+        """Return turns and replies one after another, a turn's calls with the ids of their results."""
+        found: list[dict[str, Any]] = []
+        for turn, reply in exchanges:
+            checked = [self._checked(number, message) for number, message in enumerate(reply)]
+            ids = [message["tool_call_id"] for message in checked if message["role"] == "tool"]
+            calls = [
+                {**call, "id": ids[number] if number < len(ids) else _call_id(number)}
+                for number, call in enumerate(turn.get("tool_calls", ()))
+            ]
+            found += [{**turn, **({"tool_calls": calls} if calls else {})}, *checked]
+        return found
+
+    def _written(self, messages: Messages, columns: Mapping[str, Any]) -> str:
+        """Return the text of a conversation; some templates take the arguments of calls as text alone."""
+        try:
+            return self._renderer.rendered(messages, columns, add_generation_prompt=True)
+        except RowNotRendered:
+            texts = _with_text_arguments(messages)
+            if texts == messages:
+                raise
+            return self._renderer.rendered(texts, columns, add_generation_prompt=True)
 
     def after_turn(self, prompt: str | Messages, columns: Mapping[str, Any], last_id: int, new: Messages) -> list[int]:
         """Return the tokens that follow a model's turn: its end, unless `last_id` is that, and the new messages.
@@ -101,11 +145,12 @@ class Conversation:
         is_ended = form.end and (last_id == ends[-1] or (end_of_turn is not None and last_id == end_of_turn.token_id))
         return ids[len(ends) :] if is_ended else ids
 
-    def _tokens(self, text: str, cut: str) -> list[int]:
-        """Return the tokens of a text in mid-text without the letters that cut special tokens."""
+    def _tokens(self, text: str, cut: str, encode_first: Callable[[str], list[int]] | None = None) -> list[int]:
+        """Return the tokens of a text without the letters that cut special tokens; in mid-text by default."""
         # JSON in ASCII escapes the letter.
-        parts = filter(None, re.split(rf"{cut}|\\u{ord(cut):04x}", text))
-        return [token_id for part in parts for token_id in self._tokenizer.encode_behind(part)]
+        first, *parts = re.split(rf"{cut}|\\u{ord(cut):04x}", text)
+        encode = self._tokenizer.encode_behind
+        return [*(encode_first or encode)(first), *(token_id for part in parts if part for token_id in encode(part))]
 
     def forks(self, prompt: str | Messages, columns: Mapping[str, Any], role: str) -> list[str]:
         """Describe where the template writes turns otherwise once messages of a role follow: at most one line per case.
@@ -119,8 +164,7 @@ class Conversation:
             begun.pop()
         reply = self._checked(0, {"role": role, "name": "function", "content": "Well."})
         probe = unused_word([*begun, reply])
-        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), f"Hm, {probe}.")
-        cases: dict[str, dict[str, str]] = {"without a thought": {}, "with a thought": thought}
+        cases: dict[str, dict[str, str]] = {"without a thought": {}, "with a thought": thought(f"Hm, {probe}.")}
         try:
             turn = self._form(begun, columns, [reply]).turn([reply], probe)
             found = [self._fork(begun, columns, {**turn, **more}, reply, probe) for more in cases.values()]
@@ -151,8 +195,8 @@ class Conversation:
                 shown = (text[start : start + _NUM_SHOWN] for text in (written, whole))
                 return "{!r} becomes {!r}".format(*shown)
         # Templates such as DeepSeek-R1's take thoughts out of contents, in the last turn too.
-        thought, takes_out = turn.get("thinking", ""), "</think>" in str(self._tokenizer.raw.chat_template)
-        return f"{thought!r} is left out" if takes_out and thought not in whole else None
+        said, takes_out = turn.get("thinking", ""), "</think>" in str(self._tokenizer.raw.chat_template)
+        return f"{said!r} is left out" if takes_out and said not in whole else None
 
     def _checked(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         role = message.get("role")
@@ -162,8 +206,7 @@ class Conversation:
             )
         if role == "tool" and not isinstance(message.get("name"), str):
             raise ValueError(f"a tool's result lacks 'name', the function's, which templates write: {message!r:.80}")
-        # Mistral's templates demand nine letters.
-        return {"tool_call_id": f"call{number:05d}", **message} if role == "tool" else dict(message)
+        return {"tool_call_id": _call_id(number), **message} if role == "tool" else dict(message)
 
     def _cut(self, value: Any, cut: str) -> Any:
         """Put a letter into each special token of a message's texts, so that it is none."""
@@ -218,6 +261,22 @@ class Conversation:
             # Templates may end the last turn by another token, such as gpt-oss's <|return|>.
             return {"end": other.text}
         return {"skipped": len(commonprefix([tail, alone]).rstrip())}
+
+
+def _with_text_arguments(value: Any) -> Any:
+    """Replace the arguments of calls by JSON."""
+    if isinstance(value, Mapping):
+        return {
+            key: json.dumps(entry, ensure_ascii=False) if key == "arguments" and isinstance(entry, Mapping)
+            else _with_text_arguments(entry)
+            for key, entry in value.items()
+        }  # fmt: skip
+    return [*map(_with_text_arguments, value)] if isinstance(value, list) else value
+
+
+def _call_id(number: int) -> str:
+    # Mistral's templates demand nine letters.
+    return f"call{number:05d}"
 
 
 def _unused_letter(messages: Messages) -> str:

@@ -158,9 +158,8 @@ class Renderer:
                 f"the environment adds to the user's message that ends a prompt, but this one ends with the role "
                 f"'{last['role']}'; end it with the user's"
             )
-        probe, content = unused_word([*before, last]), last.get("content") or ""
-        marked = f"{content}{probe}" if isinstance(content, str) else [*content, {"type": "text", "text": probe}]
-        text = self.rendered([*before, {**last, "content": marked}], columns, add_generation_prompt=True)
+        probe = unused_word([*before, last])
+        text = self.rendered([*before, lengthened(last, probe)], columns, add_generation_prompt=True)
         if text.count(probe) != 1:
             raise RowNotRendered(
                 f"the chat template writes the user's last message {text.count(probe)} times, so that nothing can be "
@@ -397,6 +396,18 @@ def _beginning(renderer: Renderer) -> str:
         )
     text = renderer.rendered(renderer.messages("?"), {}, add_generation_prompt=True)
     return renderer.tokenizer.decode_all(renderer.tokenizer.encode_behind(text)[:1])
+
+
+def lengthened(message: Message, text: str) -> dict[str, Any]:
+    """Return a message with a text behind its content."""
+    content = message.get("content") or ""
+    added = f"{content}{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return {**message, "content": added}
+
+
+def thought(text: str) -> dict[str, str]:
+    """Return a message's thought, under each of the names that templates have for it."""
+    return dict.fromkeys(("reasoning_content", "reasoning", "thinking"), text)
 
 
 def unused_word(messages: Messages) -> str:
