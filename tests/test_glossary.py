@@ -18,7 +18,7 @@ ELSEWHERE = {
     "mem/{stage}_held_gib", "mem/{stage}_peak_gib", "mem/total_gib", "checkpoint/failed", "reward/errors/{verdict}",
     "reward/programs/{verdict}", "reward/quarantined",
     "router/bias_abs_max", "log/refused_writes", "log/warnings", "environment/turns", "environment/tokens",
-    "environment/ends/{reason}", "environment/seconds", "environment/open_seconds",
+    "environment/pieces", "environment/ends/{reason}", "environment/seconds", "environment/open_seconds",
     "environment/seconds/{tool}", "environment/errors/{tool}",
     "eval/loss", "preference/accuracy", "preference/margin", "preference/chosen", "preference/rejected",
     "teacher/kl", "teacher/divergence", "refill/attempts", "refill/prompts", "refill/unfilled",

@@ -125,8 +125,29 @@ def test_tools_are_named_and_turns_that_the_template_rewrites_warned_of_or_refus
     assert re.search(r"assistant\\nSo: <tool_call>.* becomes '.*assistant\\n<tool_call>", without)
     with pytest.raises(ValueError, match="environment.on_fork is refuse, and the chat template .* without a thought"):
         lines_of("train", *words, "environment.on_fork=refuse")
+    split = lines_of("train", *words, "environment.on_fork=split")
+    assert split == [line for line in lines if "otherwise once" not in line], "rows have what the template writes"
     template.write_text(TEMPLATE)
     assert lines_of("train", *words, "environment.on_fork=refuse")
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("algo.name=online_dpo", "algo.name is online_dpo, which compares whole rows"),
+        ("reward.model={path: any}", "there is a reward.model, which rates whole rows"),
+        ("rollout.partial_max_rounds=2", "rollout.partial_max_rounds is 2, and a later step goes on with whole rows"),
+        ("algo={name: opd}", "teacher.prompt_column is the prompt of whole rows"),
+    ],
+)
+def test_what_needs_whole_rows_is_refused_where_conversations_are_split(tmp_path, setting, problem):
+    words = [
+        f"data.train={written(tmp_path, answer='2', hint='?')}", "reward.functions=[exact]",
+        f"environment.tools=[{ROOT}/tests/engines/environment/trl_forms.py:multiply]", setting,
+        *(["teacher.prompt_column=hint"] if "opd" in setting else []),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=f"on_fork is split, .* but {problem}; set environment.on_fork to keep, or"):
+        check_run(load_config([], [MAKE, *words, "environment.on_fork=split"]), "train")
 
 
 def test_room_for_random_weights_and_checkpoints_is_looked_for_together(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.bench.faults.planned_faults import VARIABLE
 from tests.support.chat_model import make_chat_model
 from tests.support.jobs import (
@@ -468,6 +468,15 @@ def converse(row):
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     return said.count(row.columns["answer"]) / 4
 
+def compacting(row):
+    with open(__file__ + ".starts", "a") as starts:
+        starts.write(".")
+    messages = [{"role": "user", "content": f"{row.seed % 100}: {row.prompt}"}]
+    messages += [ask(messages), {"role": "user", "content": "again"}]
+    second = ask(messages)
+    third = ask([{"role": "user", "content": "so far: " + second["content"]}])
+    return sum(message["content"] == row.columns["answer"] for message in (messages[1], second, third)) / 4
+
 def failing(row):
     if row.seed % 4 == 1:
         ask([{"role": "user", "content": "?"}])
@@ -524,6 +533,81 @@ def test_a_program_trains_by_what_it_asks_and_is_answered(tmp_path, program, ran
     assert is_own or all(sample["parts"] for sample in samples)
 
 
+def attentive(folder: Path) -> Path:
+    """Let the next token depend on all before it, if only a little."""
+    path = folder / "model.safetensors"
+    weights, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if name.endswith("o_proj.weight"):
+            weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+PPO = ["algo={name: ppo, kl_coef: 0.1}", "critic={}", "train.updates_per_step=2", "train.epochs_per_step=2"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [([], 2), pytest.param(PPO, 1, marks=pytest.mark.slow),
+     pytest.param(["resources.update.tensor=2", "resources.generation.tensor=2"], 2, marks=pytest.mark.slow)],
+    ids=["grpo", "ppo", "tensor parallel"],
+)  # fmt: skip
+def test_a_program_that_compacts_trains_on_what_the_model_read_in_each_conversation(tmp_path, more, ranks):
+    pytest.importorskip("aiohttp")
+    settings = [*agents(tmp_path, "run", "FILE:compacting"), "environment.on_fork=split", "train.max_steps=2", *more]
+    settings += ["rollout.prompts_per_step=4"]
+    attentive(tmp_path / "model")
+    exact = ["debug.batch_invariant=true"] if not more else []
+    finished(run_job("train", tiny_config(tmp_path), *settings, *exact, ranks=ranks))
+    steps, samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run")
+    assert all(1.5 < step["environment/pieces"] <= 2 and step["grad_norm"] > 0 for step in steps)
+    assert all(step["mismatch/abs_max"] < (1e-4 if more else 1e-30) for step in steps)
+    whole = [sample["turns"] for sample in samples if len(sample["turns"]) == 4 and sample["turns"][2][0] in TURNS]
+    assert len(whole) > 16, "of 32"
+    for _, (_, again), (second, anew), _ in whole:
+        assert again == "<bos>user\nagain<bos>assistant\n"
+        assert anew == f"<bos>user\nso far: {second}<bos>assistant\n", "nothing of what was before"
+    if ranks == 1:
+        again = finished(run_job("replay", tmp_path / "run", "--step=2", *[f"--row={row}" for row in range(16)]))
+        assert again.stdout.count("the same to the bit as the run recorded") == 16, again.stdout
+
+
+DROPPING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["resources.generation.tensor=2"]], ids=["replicas", "tensor parallel"])
+def test_a_template_without_earlier_thoughts_trains_on_what_it_writes(tmp_path, layout):
+    (tmp_path / "checking.py").write_text(EXAMPLES["checking.py"])
+    (tmp_path / "sums.yaml").write_text(EXAMPLES["sums.yaml"])
+    model, run = attentive(make_chat_model(tmp_path / "model", ["<think>Hm.</think>1", "0"])), tmp_path / "run"
+    kept = "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    template = (model / "chat_template.jinja").read_text()
+    template = DROPPING + template.replace("{{ m.content }}", kept + "{{ m.content }}")
+    (model / "chat_template.jinja").write_text(template)
+    finished(
+        run_job(
+            "train", tmp_path / "sums.yaml", f"run.dir={run}", f"model.path={model}", "environment.tools=[]",
+            f"environment.skyrl={tmp_path}/checking.py:Checking", "environment.on_fork=split", *layout,
+            "data.train=synthetic://addition?low=0&high=1&count=4", "log.samples_per_step=32",
+            *([] if layout else ["debug.batch_invariant=true"]), ranks=2,
+        )
+    )  # fmt: skip
+    steps, samples = metrics_of(run), samples_of(run)
+    assert all(step["mismatch/abs_max"] < (1e-4 if layout else 1e-30) for step in steps)
+    assert all(1 < step["environment/pieces"] < 2 and step["grad_norm"] > 0 for step in steps)
+    reads = {first: read for (first, read), *_ in (sample["turns"] for sample in samples) if read}
+    assert reads["0"].count("<bos>user") == 1, "as the template keeps it"
+    anew = re.fullmatch(r"<bos>user\n.\+.=<bos>assistant\n1(.*)", reads["<think>Hm.</think>1"], re.DOTALL)
+    assert anew and anew[1] == reads["0"], "all of the conversation but the thought"
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
@@ -538,11 +622,13 @@ def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path):
+@pytest.mark.parametrize("program", ["converse", "compacting"])
+def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path, program):
     pytest.importorskip("aiohttp")
     config, starts, screen = tiny_config(tmp_path), tmp_path / "agent.py.starts", tmp_path / "screen"
     long = ["train.max_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=9"]
-    whole, killed = ([*agents(tmp_path, name, "FILE:converse"), *long] for name in ("whole", "killed"))
+    long += ["environment.on_fork=split"] if program == "compacting" else []
+    whole, killed = ([*agents(tmp_path, name, f"FILE:{program}"), *long] for name in ("whole", "killed"))
     finished(run_job("train", config, *whole))
     assert len(starts.read_text()) == 1 + 3 * 32, "check begins the first row's"
     killed_at("generate:0:1:hang:1", screen, config, *killed)

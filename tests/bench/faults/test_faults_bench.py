@@ -105,7 +105,7 @@ def finished_run(folder: Path, rows: dict[int, list[list[int]]]) -> Path:
         path = folder / "checkpoints/step_000002" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    times = {name: folder.name for name in ("time/step", "environment/seconds/add", "environment/open_seconds")}
+    times = dict.fromkeys(("time/step", "environment/seconds/add", "environment/open_seconds"), folder.name)
     steps = [json.dumps({"step": step, "dock/trained": 4} | times) for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("\n".join(steps))
     (folder / "rows").mkdir()

@@ -61,13 +61,33 @@ def repeating(row):
     return float(third["content"])
 
 
-def forking(row):
-    said = ask([user("a")])
+def forked(how, said):
+    """A request that doesn't continue the conversation of one message and its answer."""
     forks = {"rewrites": [user("another"), said, user("b")], "compacts": [user("b")], "adds nothing": [user("a"), said]}
-    rewritten = forks.get(row.prompt, [user("a"), said, user("b")])
-    more = {"tools": [{"type": "function", "function": {"name": "new"}}]} if row.prompt == "tools" else {}
-    assert ask(rewritten, **more) == (400, "fork")
+    more = {"tools": [{"type": "function", "function": {"name": "new"}}]} if how == "tools" else {}
+    return forks.get(how, [user("a"), said, user("b")]), more
+
+
+def forking(row):
+    messages, more = forked(row.prompt, ask([user("a")]))
+    assert ask(messages, **more) == (400, "fork")
     time.sleep(600)
+
+
+def going_on(row):
+    """Forks, continues from there, and repeats its first request."""
+    said = ask([user("a")])
+    messages, more = forked(row.prompt, said)
+    assert ask([*messages, ask(messages, **more), user("c")], **more)["content"] == "z"
+    return float(ask([user("a")]) == said)
+
+
+def compacting(row):
+    """Asks three times; the last request has a summary in place of what was before."""
+    messages = [user("one")]
+    messages += [ask(messages), user("two")]
+    second = ask(messages)
+    return float(ask([user(f"so far: {second['content']}"), second, user("three")])["content"])
 
 
 def silent(row):

@@ -15,14 +15,17 @@ from tests.engines.environment import asking_programs as programs
 
 from spmdrl.engines.environment import program_runner
 from spmdrl.engines.environment.environment_runner import OPENS, SESSION, StepResult, read_step
-from spmdrl.engines.environment.episode import Reply
+from spmdrl.engines.environment.episode import Opening, Reply
 from spmdrl.engines.environment.program_runner import ProgramSessions
 from spmdrl.runtime.workers.call_pool import CallPool
 from spmdrl.runtime.workers.call_queue import Call
 from spmdrl.runtime.workers.process import PendingCall, WorkerSetup
 from spmdrl.runtime.workers.verdict import Verdict
 
-SETTINGS = {"timeout_seconds": 30.0, "open_timeout_seconds": 30.0, "memory_limit_gib": None, "is_command": False}
+SETTINGS = {
+    "timeout_seconds": 30.0, "open_timeout_seconds": 30.0, "memory_limit_gib": None, "is_command": False,
+    "on_fork": "keep",
+}  # fmt: skip
 FILE = Path(__file__).with_name("asking_programs.py")
 
 
@@ -38,7 +41,7 @@ def opening(row: int, prompt: Any, turns: Sequence[dict[str, Any]] = ()) -> dict
 
 
 def with_sessions(
-    program: Callable[[Any], Any], use: Callable[[ProgramSessions], Awaitable[Any]], **settings: float
+    program: Callable[[Any], Any], use: Callable[[ProgramSessions], Awaitable[Any]], **settings: Any
 ) -> Any:
     """What `use` gives, with sessions that are closed behind it."""
 
@@ -54,7 +57,7 @@ def with_sessions(
 
 def results_of(
     program: Callable[[Any], Any], prompt: Any, *turns: dict[str, Any], recorded: Sequence[dict[str, Any]] = (),
-    **settings: float,
+    **settings: Any,
 ) -> list[StepResult]:  # fmt: skip
     """The opening of a row and the results of its steps."""
 
@@ -101,6 +104,20 @@ def test_a_repeated_request_gets_the_same_answer_without_a_turn():
 def test_a_request_that_forks_the_conversation_is_refused_by_name(how, error):
     _, forked = results_of(programs.forking, how, turn("x"))
     assert forked.verdict is Verdict.MALFORMED and error in forked.error
+
+
+@pytest.mark.parametrize("how", ["rewrites", "compacts", "adds nothing", "tools"])
+def test_a_request_that_forks_begins_a_conversation_where_rows_are_split(how):
+    opened, forked, continued, end = results_of(
+        programs.going_on, how, turn("x"), turn("y"), turn("z"), on_fork="split"
+    )
+    assert isinstance(opened.observation, Opening) and said(opened) == [("user", "a")]
+    whole = {"rewrites": ["another", "x", "b"], "compacts": ["b"], "adds nothing": ["a", "x"], "tools": ["a", "x", "b"]}
+    assert isinstance(forked.observation, Opening) and [text for _, text in said(forked)] == whole[how]
+    tools = [{"type": "function", "function": {"name": "new"}}] if how == "tools" else None
+    assert forked.observation.tools == tools
+    assert not isinstance(continued.observation, Opening) and said(continued) == [("user", "c")]
+    assert end.reward == 1.0, "a repeated request got the first answer"
 
 
 def test_each_way_that_a_program_fails_ends_its_row_by_name():

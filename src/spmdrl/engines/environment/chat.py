@@ -210,9 +210,13 @@ def _call(call_id: str, function: _Function) -> dict[str, Any]:
 
 
 class Dialogue:
-    """A row's conversation: each request repeats it and adds to it, and a turn of the model answers it."""
+    """A row's conversation: each request repeats it and adds to it, and a turn of the model answers it.
 
-    def __init__(self) -> None:
+    With `splits`, one that doesn't repeat it begins another conversation of the row.
+    """
+
+    def __init__(self, *, splits: bool = False) -> None:
+        self._splits = splits
         self.items: list[Any] = []
         """messages or tokens so far, the model's among them"""
         self._answers: dict[bytes, Answer] = {}
@@ -225,7 +229,7 @@ class Dialogue:
         return self._last is not None and not self._last[1].done()
 
     def take(self, request: ChatRequest | TokenRequest) -> tuple[Answer, Tokens | Opening | Reply | None]:
-        """Return a request's answer to come, and what it adds: nothing if it repeats an earlier one.
+        """Return a request's answer to come, and what it adds: nothing if it repeats an earlier one, all if it begins.
 
         Raises Forked if it doesn't continue the conversation, Refused if another one waits for its turn.
         """
@@ -236,9 +240,15 @@ class Dialogue:
             return self._answers[digest], None
         if self.is_waited_for:
             raise Refused("another request of this row waits for its turn; send one at a time", 409, "several_requests")
+        num_known = 0
         if self._last is not None:
-            self._check(self._last[0], request, items)
-        reading = request.reading(items[len(self.items) :], opens=self._last is None)
+            try:
+                self._check(self._last[0], request, items)
+                num_known = len(self.items)
+            except Forked:
+                if not self._splits:
+                    raise
+        reading = request.reading(items[num_known:], opens=not num_known)
         self.items, self._last = items, (request, asyncio.get_running_loop().create_future())
         self._answers[digest] = self._last[1]
         return self._last[1], reading
@@ -267,7 +277,8 @@ class Dialogue:
             changed = f"{kind} {same + 1} is another one" if same < len(items) else f"it has {same} {kind}s"
             raise Forked(
                 f"a request must repeat the row's {len(self.items)} {kind}s and add to them, but {changed}: a "
-                f"rewritten history would be another row; keep all {kind}s in their order", code="fork",
+                f"rewritten history would be another row; keep all {kind}s in their order, or set environment.on_fork: "
+                "split", code="fork",
             )  # fmt: skip
         if len(items) == len(self.items):
             raise Forked(f"a request must add {kind}s behind the model's last turn", code="fork")

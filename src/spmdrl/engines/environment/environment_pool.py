@@ -60,6 +60,7 @@ class EnvironmentPool:
                 "memory_limit_gib": config.memory_limit_gib,
                 "key": config.key,
                 "is_command": not isinstance(config.program, str),
+                "on_fork": config.on_fork,
             },
         )
         inline = runs_inline(config.isolation) and not config.program

@@ -17,7 +17,10 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnParts:
-    """Parts of what a model wrote in a turn; texts and calls are empty if the environment has no attribute `tools`."""
+    """Parts of what a model wrote in a turn; texts and calls are empty if the environment has no attribute `tools`.
+
+    With `environment.on_fork: split` turns are read for any environment.
+    """
 
     content: str = ""
     """text before the first call"""
@@ -103,7 +106,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Opening(Reply):
-    """First messages of a row, in place of the data's prompt."""
+    """Messages that begin a conversation, in place of the data's prompt or, behind a turn, of all before."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     """schemas of functions that the model may call"""

@@ -82,7 +82,7 @@ class ProgramSession:
         self.lock = asyncio.Lock()
         """held while a call is answered"""
         self.opening = StepResult(verdict=Verdict.CRASHED, error=f"{KEY}: the program wasn't started")
-        self._settings, self._dialogue = settings, Dialogue()
+        self._settings, self._dialogue = settings, Dialogue(splits=settings["on_fork"] == "split")
         self._events: asyncio.Queue[StepResult] = asyncio.Queue()
         self._failure: StepResult | None = None
         self._ending: asyncio.Task[None] | None = None

@@ -135,6 +135,18 @@ def check_rollouts(checked: CheckedRun) -> None:
             f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, but {config.environment}, whose rows a later "
             "step can't go on with, as it lacks their first messages; set rollout.partial_max_rounds to 1"
         )
+    whole = {
+        f"algo.name is {config.algo.name}, which compares whole rows": algorithm.unit_size > 1,
+        "there is a reward.model, which rates whole rows": config.reward.model is not None,
+        "teacher.prompt_column is the prompt of whole rows": config.teacher and config.teacher.prompt_column,
+        f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, and a later step goes on with whole rows":
+            rollout.partial_max_rounds > 1,
+    }  # fmt: skip
+    if config.environment.on_fork == "split" and (needed := next(filter(whole.get, whole), None)):
+        raise ValueError(
+            f"environment.on_fork is split, which trains on parts of a row as rows of their own, but {needed}; set "
+            "environment.on_fork to keep, or change that"
+        )
     if config.debug.rollouts_from and config.data.eval is not None:
         raise ValueError(
             "debug.rollouts_from replays recorded responses, but evaluations need a model that answers; "

@@ -173,9 +173,10 @@ def prepare(
         most_tokens = sources.get(TEACHER, source).decoder.max_positions - num_new
         teachers_prompts.check([*train.all()], most_tokens=most_tokens, vocab_size=vocab_size)
     first = next((prompt for prompts in (train, held_out) if prompts is not None for prompt in prompts.all()), None)
-    forks = [] if first is None else find_forks(renderer, first.original, first.columns)
+    is_split = config.environment.on_fork == "split"
+    forks = [] if first is None or is_split else find_forks(renderer, first.original, first.columns)
     if forks and config.environment.on_fork == "refuse":
-        raise ValueError(f"environment.on_fork is refuse, and {forks[0]}; or set environment.on_fork: keep")
+        raise ValueError(f"environment.on_fork is refuse, and {forks[0]}; or set environment.on_fork to keep or split")
     return Prepared(sources, renderer, train, held_out, teachers_prompts, forks)
 
 

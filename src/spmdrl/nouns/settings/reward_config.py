@@ -177,10 +177,11 @@ class EnvironmentConfig(ProcessesConfig):
     """program per row that asks the model for its turns by OpenAI's API, at OPENAI_BASE_URL with OPENAI_API_KEY: a
     command as a list, or a function pkg.mod:name or file.py:name of the row, whose value is the reward. In place of
     function"""
-    on_fork: Literal["keep", "refuse"] = "keep"
+    on_fork: Literal["keep", "refuse", "split"] = "keep"
     """answer to a chat template that writes a turn otherwise once a message follows, such as without its thought, for
     environments with tools or whose turns are read; keep: train on turns as they were written, with a warning at the
-    start; refuse: don't start"""
+    start; refuse: don't start; split: where the conversation as the template writes it, or a program's request, doesn't
+    continue a row's tokens, it is read anew, and what follows is trained as a row of its own"""
     open_timeout_seconds: Annotated[float, Interval(gt=0, lt=math.inf)] = 60.0
     """time limit of open(row), or of a program's time to its first request; to open a row again adds timeout_seconds
     for each of its turns"""

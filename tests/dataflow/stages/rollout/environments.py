@@ -101,6 +101,17 @@ class Replies:
         return End(reward=1.0) if messages is None else Reply(messages)
 
 
+class Opened:
+    """As `Replying`, behind a text that ends the prompt."""
+
+    has_openings = True
+
+    def open(self, row: Row):
+        replies = Replies(row.columns["replies"])
+        replies.opening = row.columns["opening"]
+        return replies
+
+
 class Adder:
     """Adds numbers by the model's calls of its one function, and keeps a list of what it was asked."""
 

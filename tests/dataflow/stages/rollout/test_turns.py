@@ -40,8 +40,8 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(LETTERS[token] for token in token_ids)
 
 
-def encode(row: TurnRow, read: Observation) -> list[int]:
-    return [LETTERS.index(letter) for letter in read.before + read.text + read.after]
+def encode(row: TurnRow, read: Observation) -> tuple[list[int], bool]:
+    return [LETTERS.index(letter) for letter in read.before + read.text + read.after], False
 
 
 def engine_of(**rollout: object) -> NativeEngine:

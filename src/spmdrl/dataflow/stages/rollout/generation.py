@@ -18,6 +18,7 @@ from spmdrl.dataflow.stages.rollout.requests import (
     row_seed,
     run_rollout,
 )
+from spmdrl.dataflow.stages.rows import BEGINS_PIECE
 from spmdrl.engines.generation.protocol import ENDS, AnsweringEngine, Request, Response
 from spmdrl.nouns.batch import WorkerState
 from spmdrl.nouns.settings.rollout_config import SamplingParams
@@ -140,7 +141,8 @@ class GenerationStage:
         self.recorder.mean_of("completions/clipped_ratio", [response.finish == "length" for response in responses])
         if turns := [response.turns for response in responses if response.turns is not None]:
             self.recorder.mean_of("environment/turns", [max(own, default=0) for own in turns])
-            self.recorder.mean_of("environment/tokens", [own.count(0) for own in turns])
+            self.recorder.mean_of("environment/pieces", [1 + own.count(BEGINS_PIECE) for own in turns])
+            self.recorder.mean_of("environment/tokens", [sum(turn <= 0 for turn in own) for own in turns])
             ends = [response.end for response in responses]
             for end in ENDS:
                 self.recorder.total(f"environment/ends/{end}", ends.count(end))

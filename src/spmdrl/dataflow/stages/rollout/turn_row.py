@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from spmdrl.dataflow.data.column_names import Messages
 from spmdrl.dataflow.data.prompts import Prompt
-from spmdrl.dataflow.stages.rows import turn_texts
-from spmdrl.engines.environment.episode import Episode, Opening, Row, Turn, TurnParts
+from spmdrl.dataflow.stages.rows import BEGINS_PIECE, turn_texts
+from spmdrl.engines.environment.episode import Episode, Observation, Opening, Reply, Row, Tokens, Turn, TurnParts
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
+from spmdrl.engines.models.conversation import Exchange
+from spmdrl.engines.models.renderer import thought
 from spmdrl.runtime.workers.verdict import Outcome
 
 ReadTurn = Callable[["TurnRow", Sequence[int]], TurnParts]
@@ -31,8 +34,16 @@ class TurnRow:
     """number of the present one; 0 before a row's opening"""
     start: int = 0
     """number of tokens before the present turn"""
-    opening: Opening | None = None
-    """messages in place of the data's prompt"""
+    piece: int = 0
+    """number of tokens before the present piece; 0: it begins with the prompt"""
+    num_earlier_choices: int = 0
+    """number of experts, in `so_far.choices`, of tokens before it"""
+    opening: Observation | Reply | Tokens | None = None
+    """messages in place of the data's prompt, or text that ends it"""
+    ended: Episode | None = None
+    """the row at the end of its last turn"""
+    exchanges: list[Exchange] | None = field(default_factory=list)
+    """turns behind the prompt or opening, each with its reply; None if one wasn't in messages"""
     outcome: Outcome | None = None
     parts: list[TurnParts] = field(default_factory=list)
     """parts of the turns so far"""
@@ -62,7 +73,7 @@ class TurnRow:
     def asked(self) -> tuple[str | Messages, dict[str, Any]]:
         """The prompt, the data's or the environment's, and the columns that its template reads."""
         prompt, opening = self.prompt, self.opening
-        if opening is None:
+        if not isinstance(opening, Opening):
             return prompt.original, prompt.columns
         return [*map(dict, opening.messages)], {**prompt.columns, "tools": opening.tools}
 
@@ -71,20 +82,26 @@ class TurnRow:
         """Number of tokens that the row may still get."""
         return self.request.sampling.max_tokens - len(self.so_far.token_ids)
 
+    @property
+    def piece_ids(self) -> tuple[int, ...]:
+        """Tokens of the present piece, those of the prompt included if it begins with it."""
+        ids = self.so_far.token_ids
+        return ids[self.piece :] if self.piece else (*self.request.prompt_ids, *ids)
+
     def begin_turn(self) -> None:
         """Start another turn of the model with the next token."""
         self.turn, self.start = self.turn + 1, len(self.so_far.token_ids)
 
     def turn_request(self) -> Request:
-        """Return the engine's request for the present turn: all before it is the prompt."""
+        """Return the engine's request for the present turn: all of the piece before it is the prompt."""
         given, start = self.so_far, self.start
         in_turn = PartialResponse(
             given.token_ids[start:], given.logprobs[start:], given.versions[start:], given.choices
         )
-        sampling = self.request.sampling
+        sampling, piece_ids = self.request.sampling, self.piece_ids
         return Request(
             (self.row,),
-            (*self.request.prompt_ids, *given.token_ids[:start]),
+            piece_ids[: len(piece_ids) - len(in_turn.token_ids)],
             # Engines whose random numbers restart with each request must not repeat those of earlier turns.
             ((self.request.seeds[self.member] + start) % (1 << 63),),
             replace(sampling, max_tokens=sampling.max_tokens - start),
@@ -99,24 +116,49 @@ class TurnRow:
             before.token_ids[:start] + response.token_ids,
             before.logprobs[:start] + response.logprobs,
             before.versions[:start] + response.versions,
-            _continued(before, response),
+            self._continued(response.choices),
             before.turns[:start] + (self.turn,) * len(response.token_ids),
         )
+
+    def _continued(self, choices: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the experts of all fed tokens, given the piece's; known ones keep those by which they were drawn."""
+        known = self.so_far.choices
+        if known is None or choices is None:
+            return choices
+        return torch.cat((known, choices[len(known) - self.num_earlier_choices :]))
 
     def earn(self, reward: float) -> None:
         """Put the reward of the turn that just ended at its last token."""
         self.rewards[len(self.so_far.token_ids) - 1] = reward
 
-    def read(self, token_ids: Sequence[int], version: int) -> None:
+    def extend(self, read: Observation | Reply | Tokens) -> None:
+        """Add the turn that just ended and its answer to the conversation, or begin another one by an opening."""
+        if isinstance(read, Opening) or not self.turn:
+            self.opening, self.exchanges = read, []
+        elif not isinstance(read, Reply) or self.exchanges is None:
+            self.exchanges = None
+        else:
+            assert self.ended is not None, "a reply follows a turn"
+            self.exchanges.append((_message(self.ended), read.messages))
+
+    def read(self, token_ids: Sequence[int], version: int, *, begins_piece: bool = False) -> None:
         """Add the environment's tokens, and start another turn."""
         before, num_new = self.so_far, len(token_ids)
         assert before.turns is not None
+        choices, first = before.choices, 0
+        if begins_piece:
+            self.piece, first = len(before.token_ids), BEGINS_PIECE
+            if choices is not None:
+                # The last token before it is fed nowhere: no experts are replayed for it.
+                num_fed = len(self.request.prompt_ids) + self.piece - 1
+                choices = pad(choices, (0, choices.numel() // num_fed), value=-1)
+                self.num_earlier_choices = choices.numel()
         self.so_far = PartialResponse(
             before.token_ids + tuple(token_ids),
             before.logprobs + (0.0,) * num_new,
             before.versions + (version,) * num_new,
-            before.choices,
-            before.turns + (0,) * num_new,
+            choices,
+            before.turns + (first, *(0,) * (num_new - 1)) if num_new else before.turns,
         )
         self.begin_turn()
 
@@ -154,8 +196,11 @@ def _is_over(turn_ids: Sequence[int], request: Request, decode: Decode) -> bool:
     return bool(sampling.stop_strings) and completes_stop_string(turn_ids, sampling.stop_strings, decode)
 
 
-def _continued(before: PartialResponse, response: Response) -> torch.Tensor | None:
-    """Return the experts of all fed tokens; known ones keep the choices from when they were drawn from."""
-    if before.choices is None or response.choices is None:
-        return response.choices
-    return torch.cat((before.choices, response.choices[len(before.choices) :]))
+def _message(turn: Episode) -> dict[str, Any]:
+    """Return a turn of the model as chat templates take it: as its text, if that couldn't be read."""
+    if turn.problems or not (turn.content or turn.reasoning or turn.calls):
+        return {"role": "assistant", "content": turn.response}
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.calls:
+        message["tool_calls"] = [{"type": "function", "function": vars(call)} for call in turn.calls]
+    return message | (thought(turn.reasoning) if turn.reasoning else {})

@@ -6,6 +6,8 @@ Environments with openings are asked for a row's first text before the model's f
           |                               |
           +--no tokens left--> ended <----+--End, failure, or no room for what it answers
 
+Where an answer doesn't continue what the model has read, the row's next *piece* begins: a conversation read anew.
+
 A row whose turn ended leaves the engine while its step runs, and returns as a request of its own with all its tokens.
 It does so a fixed number of engine steps later, however long its step took: the set of rows that decode together, and
 so every last bit, depends on tokens only.
@@ -32,7 +34,7 @@ from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.environment.tool_calls import TurnReader, check_tools
 from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.generation.protocol import AnsweringEngine, Decode, Finish, Request, Response
-from spmdrl.engines.models.conversation import Conversation
+from spmdrl.engines.models.conversation import Conversation, Exchange
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.resources.collectives import broadcast_bytes
@@ -42,8 +44,11 @@ from spmdrl.runtime.workers.call_pool import Unanswered
 from spmdrl.runtime.workers.strikes import Strikes, Subject
 from spmdrl.runtime.workers.verdict import Outcome, Verdict
 
-EncodeRead = Callable[[TurnRow, Observation | Reply | Tokens], list[int]]
-"""Tokens of an environment's answer behind a row; raises ValueError for messages that the chat template refuses."""
+EncodeRead = Callable[[TurnRow, Observation | Reply | Tokens], tuple[list[int], bool]]
+"""Tokens of an environment's answer behind a row, and True if they begin a piece.
+
+Raises ValueError for messages that the chat template refuses.
+"""
 
 
 class RolloutTurns:
@@ -132,8 +137,8 @@ class RolloutTurns:
         row.take(response)
         if response.finish != "stop":
             return [row.response(response.finish)]
-        if self._pool is not None:
-            self._ask(row, row.episode(self._decode, self._read))
+        row.ended = row.episode(self._decode, self._read)
+        self._ask(row, row.ended)
         return []
 
     def _ask(self, row: TurnRow, begun: Row) -> None:
@@ -171,9 +176,9 @@ class RolloutTurns:
         else:
             read = result.observation
             row.earn(read.reward)
-            row.opening = read if isinstance(read, Opening) else row.opening
+            row.extend(read)
             try:
-                token_ids = self._encode(row, read)
+                token_ids, begins_piece = self._encode(row, read)
                 if max(token_ids, default=0) >= self._vocab_size:
                     raise ValueError(f"{read!r:.200} has a token that the model has no embedding for")
             except ValueError as error:
@@ -183,7 +188,7 @@ class RolloutTurns:
                 if row.turn == 0:
                     row.outcome = Outcome(None, Verdict.LEFT_OUT)  # The model wrote nothing to be judged.
                 return "length"
-            row.read(token_ids, version)
+            row.read(token_ids, version, begins_piece=begins_piece)
             return None
         return "stop"
 
@@ -231,20 +236,35 @@ def build_turns(
         return None
     pool = stack.enter_context(EnvironmentPool(config, strikes=strikes, journal=journal)) if mesh.is_leader else None
     tokenizer, conversation, reader = renderer.tokenizer, Conversation(renderer), TurnReader(renderer)
-    check = functools.cache(partial(check_tools, renderer))
+    check, splits = functools.cache(partial(check_tools, renderer)), config.on_fork == "split"
 
-    def encode(row: TurnRow, read: Observation | Reply | Tokens) -> list[int]:
+    def anew(row: TurnRow, exchanges: Sequence[Exchange]) -> list[int]:
+        """Return the tokens of a row's conversation as the template writes it."""
+        (prompt, columns), opening = row.asked, row.opening
+        if isinstance(opening, Opening):
+            return conversation.begun([*opening.messages, *conversation.messages_of(exchanges)], columns)
+        added = opening.text if isinstance(opening, Observation) else ""
+        return conversation.anew(prompt, columns, exchanges, opening=added)
+
+    def encode(row: TurnRow, read: Observation | Reply | Tokens) -> tuple[list[int], bool]:
         if isinstance(read, Tokens):
-            return behind_first(row, list(read.token_ids)) if read.opens else list(read.token_ids)
+            ids = list(read.token_ids)
+            return (ids, read.opens) if row.turn else (behind_first(row, ids), False)
         prompt, columns = row.asked
         if isinstance(read, Observation):
             after = read.after if row.turn else renderer.cut(prompt, columns)[1]
-            return tokenizer.encode_foreign(read.text, read.before, after)
-        if row.turn:
-            return conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages)
+            return tokenizer.encode_foreign(read.text, read.before, after), False
+        if row.turn and not isinstance(read, Opening):
+            if splits and row.exchanges and renderer.uses_template(prompt):
+                ids = anew(row, row.exchanges)
+                # Compared as texts: a model may write a text in other tokens than the tokenizer does.
+                if not tokenizer.decode_all(ids).startswith(tokenizer.decode_all(row.piece_ids)):
+                    return ids, True
+            return conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages), False
         if columns["tools"]:
             check()
-        return behind_first(row, conversation.begun(read.messages, columns))
+        ids = conversation.begun(read.messages, columns)
+        return (ids, True) if row.turn else (behind_first(row, ids), False)
 
     def behind_first(row: TurnRow, ids: list[int]) -> list[int]:
         first = list(row.request.prompt_ids)
@@ -253,16 +273,17 @@ def build_turns(
         return ids[len(first) :]
 
     def read(row: TurnRow, places: Sequence[int]) -> TurnParts:
-        if pool is None:
-            return TurnParts()
+        (prompt, columns), facts = row.asked, pool.facts if pool is not None else None
         ids = tuple(row.so_far.token_ids[place] for place in places)
-        parts = TurnParts()
-        if pool.facts.tools is not None:
-            parts = reader.read(ids, renderer.tools_of(row.asked[1]) or ())
-        if not pool.facts.has_own_prompts:
+        is_read = (facts is not None and facts.tools is not None) or (splits and renderer.uses_template(prompt))
+        parts = reader.read(ids, renderer.tools_of(columns) or ()) if is_read else TurnParts()
+        if facts is None or not facts.has_own_prompts:
             return parts
-        logprobs, before = tuple(row.so_far.logprobs[place] for place in places), len(row.request.prompt_ids)
-        return replace(parts, token_ids=ids, logprobs=logprobs, num_tokens_before=before + places[0])
+        num_behind = len(row.so_far.token_ids) - places[0]
+        return replace(
+            parts, token_ids=ids, logprobs=tuple(row.so_far.logprobs[place] for place in places),
+            num_tokens_before=len(row.piece_ids) - num_behind,
+        )  # fmt: skip
 
     return RolloutTurns(
         pool, mesh, lockstep=Lockstep(mesh.expert, device),
