@@ -46,6 +46,13 @@ checkpoint: {interval: 0}
 ON_DEVICES = ("model.dtype=float32", "rollout.kv_cache_gib=0.02")
 _RUNNING_MODELS = ("train", "sft", "preferences", "reward-model", "eval", "generate")
 
+# One rank sums up gradients as two do, to the bit: an update has two rows, each a micro-batch, and two gradients have
+# one order. Ranks hold whole weights, over which the norm is one sum, and a row's log-probs depend on no other row.
+IN_ONE_ORDER = (
+    "rollout.prompts_per_step=8", "rollout.num_generations=2", "train.updates_per_step=8",
+    "train.max_tokens_per_microbatch=1", "resources.update={data: 0, shard: 1}", "debug.batch_invariant=true",
+)  # fmt: skip
+
 # A model that was never trained gets some of it, so that every step has gradients.
 REWARD = """
 def share_of_digits(completions, **columns):
