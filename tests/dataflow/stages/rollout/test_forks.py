@@ -120,6 +120,14 @@ def test_pieces_begin_as_prompts_do_in_any_tokenizer(template):
     assert list(asked[1]) == written(renderer, [*PROMPT, said("6", "Hm." if thinks else ""), FIRST])
 
 
+def test_replies_that_the_template_leaves_out_end_the_row_as_without_pieces():
+    template = renderer_of("qwen3").tokenizer.raw.chat_template.replace("m.role == 'tool'", "m.role == 'none'")
+    renderer = Renderer(renderer_of("qwen3").tokenizer.with_template(template))
+    response, _ = split_row("Replying", renderer, ["6 <|im_end|>", "7"], {"replies": [[RESULT]]})
+    assert response.outcome.verdict is Verdict.MALFORMED
+    assert "doesn't write messages of the roles tool" in response.outcome.error
+
+
 def test_a_turn_that_the_template_would_write_otherwise_begins_a_piece():
     """As its space, which what is read of a turn lacks, or a call that can't be read."""
     renderer = with_tools("qwen")

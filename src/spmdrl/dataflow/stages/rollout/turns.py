@@ -255,12 +255,12 @@ def build_turns(
             after = read.after if row.turn else renderer.cut(prompt, columns)[1]
             return tokenizer.encode_foreign(read.text, read.before, after), False
         if row.turn and not isinstance(read, Opening):
-            if splits and row.exchanges and renderer.uses_template(prompt):
-                ids = anew(row, row.exchanges)
-                # Compared as texts: a model may write a text in other tokens than the tokenizer does.
-                if not tokenizer.decode_all(ids).startswith(tokenizer.decode_all(row.piece_ids)):
-                    return ids, True
-            return conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages), False
+            behind = conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages)
+            ids = anew(row, row.exchanges) if splits and row.exchanges else None
+            # Compared as texts: a model may write a text in other tokens than the tokenizer does.
+            if ids is None or tokenizer.decode_all(ids).startswith(tokenizer.decode_all(row.piece_ids)):
+                return behind, False
+            return ids, True
         if columns["tools"]:
             check()
         ids = conversation.begun(read.messages, columns)
