@@ -24,6 +24,7 @@ from spmdrl.engines.environment import endpoint as endpoint_module
 from spmdrl.engines.environment.chat import ChatRequest, Dialogue
 from spmdrl.engines.environment.endpoint import MAX_BODY_BYTES, Door, Endpoint
 from spmdrl.engines.environment.episode import Turn
+from spmdrl.nouns.settings.data_config import thought
 
 PATH = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
@@ -341,7 +342,7 @@ def test_messages_are_read_as_templates_take_them():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     body = {"messages": [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "good."}]},
-        {"role": "assistant", "tool_calls": [call], "refusal": None},
+        {"role": "assistant", "tool_calls": [call], "refusal": None, "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "c", "content": "r"},
     ]}  # fmt: skip
     assert ChatRequest.of(json.dumps(body).encode()).items() == [
@@ -349,6 +350,7 @@ def test_messages_are_read_as_templates_take_them():
         {
             "role": "assistant",
             "content": "",
+            **thought("Hm."),
             "tool_calls": [{**call, "function": {"name": "f", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "content": "r", "tool_call_id": "c", "name": "f"},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, ValidationError
 
 from spmdrl.engines.environment.episode import Opening, Reply, Tokens, Turn
+from spmdrl.nouns.settings.data_config import thought
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,6 +56,7 @@ class _ToolCall(BaseModel):
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -139,6 +141,8 @@ class ChatRequest(Request):
         for one in self.messages:
             text = one.content if isinstance(one.content, str) else "".join(part.text for part in one.content or ())
             message: Message = {"role": "system" if one.role == "developer" else one.role, "content": text}
+            if one.reasoning_content:
+                message |= thought(one.reasoning_content)
             if one.tool_calls:
                 names |= {call.id: call.function.name for call in one.tool_calls}
                 message["tool_calls"] = [_call(call.id, call.function) for call in one.tool_calls]

@@ -17,9 +17,9 @@ from typing import Any
 
 from spmdrl.engines.environment.episode import ToolCall, TurnParts
 from spmdrl.engines.models.conversation import Conversation
-from spmdrl.engines.models.renderer import Messages, Renderer, thought
+from spmdrl.engines.models.renderer import Messages, Renderer
 from spmdrl.engines.models.tokenizer import StopToken
-from spmdrl.nouns.settings.data_config import RowNotRendered
+from spmdrl.nouns.settings.data_config import RowNotRendered, thought
 
 # Words that templates leave unchanged, and that no template has of its own.
 _CONTENT, _THOUGHT, _NAMES = "Tangerine", "Apricot", ("plum_a", "plum_b")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
-from spmdrl.engines.models.renderer import Message, Messages, Renderer, lengthened, thought, unused_word
-from spmdrl.nouns.settings.data_config import RowNotRendered
+from spmdrl.engines.models.renderer import Message, Messages, Renderer, lengthened, unused_word
+from spmdrl.nouns.settings.data_config import RowNotRendered, thought
 
 Exchange = tuple[Message, Messages]
 """A model's turn and its reply."""

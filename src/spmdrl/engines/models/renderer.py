@@ -405,11 +405,6 @@ def lengthened(message: Message, text: str) -> dict[str, Any]:
     return {**message, "content": added}
 
 
-def thought(text: str) -> dict[str, str]:
-    """Return a message's thought, under each of the names that templates have for it."""
-    return dict.fromkeys(("reasoning_content", "reasoning", "thinking"), text)
-
-
 def unused_word(messages: Messages) -> str:
     """Return a word that templates leave unchanged and these messages lack."""
     text, number = json.dumps(list(messages), default=str), 0

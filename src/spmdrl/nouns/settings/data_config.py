@@ -116,6 +116,11 @@ class TemplateOptions:
             raise ValueError(f"data.chat_template_file {self.file} can't be read: {error}") from None
 
 
+def thought(text: str) -> dict[str, str]:
+    """Return a message's thought, under each of the names that templates have for it."""
+    return dict.fromkeys(("reasoning_content", "reasoning", "thinking"), text)
+
+
 def check_kwargs(kwargs: object, name: str) -> None:
     if not isinstance(kwargs, Mapping):
         raise RowNotRendered(f"'{name}' is a {type(kwargs).__name__}, but must be a mapping")

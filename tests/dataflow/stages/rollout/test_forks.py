@@ -16,7 +16,8 @@ from spmdrl.dataflow.stages.rollout.requests import columns_of
 from spmdrl.dataflow.stages.rows import BEGINS_PIECE, ROUTED_EXPERTS, TURNS, token_rows
 from spmdrl.engines.environment.journal import Journal
 from spmdrl.engines.generation.protocol import Response
-from spmdrl.engines.models.renderer import Renderer, thought
+from spmdrl.engines.models.renderer import Renderer
+from spmdrl.nouns.settings.data_config import thought
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig
 from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.workers.verdict import Verdict

@@ -15,7 +15,7 @@ from spmdrl.dataflow.stages.rows import BEGINS_PIECE, turn_texts
 from spmdrl.engines.environment.episode import Episode, Observation, Opening, Reply, Row, Tokens, Turn, TurnParts
 from spmdrl.engines.generation.protocol import Decode, Finish, PartialResponse, Request, Response, completes_stop_string
 from spmdrl.engines.models.conversation import Exchange
-from spmdrl.engines.models.renderer import thought
+from spmdrl.nouns.settings.data_config import thought
 from spmdrl.runtime.workers.verdict import Outcome
 
 ReadTurn = Callable[["TurnRow", Sequence[int]], TurnParts]

@@ -248,19 +248,19 @@ def build_turns(
 
     def encode(row: TurnRow, read: Observation | Reply | Tokens) -> tuple[list[int], bool]:
         if isinstance(read, Tokens):
-            ids = list(read.token_ids)
-            return (ids, read.opens) if row.turn else (behind_first(row, ids), False)
+            own = list(read.token_ids)
+            return (own, read.opens) if row.turn else (behind_first(row, own), False)
         prompt, columns = row.asked
         if isinstance(read, Observation):
             after = read.after if row.turn else renderer.cut(prompt, columns)[1]
             return tokenizer.encode_foreign(read.text, read.before, after), False
         if row.turn and not isinstance(read, Opening):
             behind = conversation.after_turn(prompt, columns, row.so_far.token_ids[-1], read.messages)
-            ids = anew(row, row.exchanges) if splits and row.exchanges else None
+            whole = anew(row, row.exchanges) if splits and row.exchanges else None
             # Compared as texts: a model may write a text in other tokens than the tokenizer does.
-            if ids is None or tokenizer.decode_all(ids).startswith(tokenizer.decode_all(row.piece_ids)):
+            if whole is None or tokenizer.decode_all(whole).startswith(tokenizer.decode_all(row.piece_ids)):
                 return behind, False
-            return ids, True
+            return whole, True
         if columns["tools"]:
             check()
         ids = conversation.begun(read.messages, columns)
