@@ -102,6 +102,19 @@ def test_characters_without_tokens_are_counted_with_an_example(tmp_path):
     assert warned == "the tokenizer has no tokens for 2 characters of the prompts, such as 'é☃'"
 
 
+def test_held_out_prompts_that_are_trained_on_are_counted_with_an_example(tmp_path):
+    held_out = tmp_path / "test.jsonl"
+    words = [f"data.train={written(tmp_path, answer='2')}", f"data.eval={held_out}", "reward.functions=[exact]"]
+
+    def warnings_of(*numbers: int) -> list[str]:
+        held_out.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "2"}) + "\n" for n in numbers))
+        return [line for line in lines_of("train", *words) if "data.eval" in line]
+
+    assert warnings_of(4, 5) == []
+    (line,) = warnings_of(9, 3, 8, 0, 3)
+    assert line.startswith("3 of the 5 prompts of data.eval are also in data.train, the first is '3+1='; ")
+
+
 def test_a_long_prompt_loses_its_middle(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "begin\n" + "x\n" * 50 + "end", "answer": "2"}) + "\n")

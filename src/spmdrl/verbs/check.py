@@ -156,7 +156,7 @@ def unknown_characters(sources: list[PromptSource], tokenizer: ModelTokenizer) -
     """Return the printable characters of prompts that become the unknown token, or nothing."""
     letters: set[str] = set()
     for source in sources:
-        letters.update(*(prompt.text for prompt in source.all()))
+        letters.update(*source.texts())
     unknown = tokenizer.raw.unk_token_id
     # One by one: a word that lacks a token may hold characters that have one.
     spelt = {letter: tokenizer.encode(letter) for letter in letters if letter.isprintable() and not letter.isspace()}

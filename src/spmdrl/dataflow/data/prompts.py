@@ -144,6 +144,10 @@ class PromptSource:
             for index in range(len(part.positions)):
                 yield self._prompt(source, index)
 
+    def texts(self) -> Iterator[str]:
+        """Yield every prompt's text once, in the order of the files."""
+        return (part.prompts.texts[row] for part in self._parts for row in part.positions)
+
     def _prompt(self, source: int, index: int) -> Prompt:
         part = self._parts[source]
         return part.prompt(part.positions[index])

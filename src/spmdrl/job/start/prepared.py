@@ -70,7 +70,20 @@ class Prepared:
         """Return warnings on prompts and template options that may be used in an unintended way."""
         both = [prompts for prompts in (self.train_prompts, self.held_out) if prompts is not None]
         forks = [f"WARNING: {line}" for line in self.forks]
-        return [*dict.fromkeys(line for prompts in both for line in prompts.warnings), *forks]
+        return [*dict.fromkeys(line for prompts in both for line in prompts.warnings), *forks, *self._also_trained()]
+
+    def _also_trained(self) -> Iterator[str]:
+        """Yield a warning if held-out prompts are among those to train on, unless an environment completes them."""
+        if self.train_prompts is None or self.held_out is None or self.renderer.has_openings:
+            return
+        held_out = [*self.held_out.texts()]
+        # No set of the others, which may be millions.
+        shared = set(held_out).intersection(self.train_prompts.texts())
+        if rows := [text for text in held_out if text in shared]:
+            yield (
+                f"WARNING: {len(rows)} of the {len(held_out)} prompts of data.eval are also in data.train, the first "
+                f"is {rows[0][:200]!r}; answers learnt by heart count as right there"
+            )
 
     @property
     def vocabulary_gaps(self) -> str | None:
