@@ -21,9 +21,9 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from spmdrl.engines.environment import endpoint as endpoint_module
-from spmdrl.engines.environment.chat import ChatRequest, Dialogue
+from spmdrl.engines.environment.chat import ChatRequest, Dialogue, TokenRequest
 from spmdrl.engines.environment.endpoint import MAX_BODY_BYTES, Door, Endpoint
-from spmdrl.engines.environment.episode import Turn
+from spmdrl.engines.environment.episode import Tokens, Turn
 from spmdrl.nouns.settings.data_config import thought
 
 PATH = "/v1/chat/completions"
@@ -168,6 +168,20 @@ def test_tokens_are_answered_by_tokens_and_a_request_must_repeat_them():
             assert (await rows.ask(0, body, TOKENS))[0] == 400
 
     with_rows(use)
+
+
+def test_tokens_that_fork_begin_a_piece_where_rows_are_split():
+    async def use() -> None:
+        dialogue = Dialogue(splits=True)
+        for ids, reading in (
+            ([1, 2], Tokens([1, 2], True)), ([1, 2, 97, 5], Tokens([5], False)), ([1, 9], Tokens([1, 9], True)),
+            ([1, 9, 97, 6], Tokens([6], False)),
+        ):  # fmt: skip
+            assert dialogue.take(TokenRequest(token_ids=ids))[1] == reading
+            dialogue.answer(turn("a"))
+        assert dialogue.take(TokenRequest(token_ids=[1, 2]))[1] is None, "answered before"
+
+    asyncio.run(use())
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
