@@ -6,8 +6,11 @@ import sys
 
 import pytest
 
+from spmdrl.config.config import load_config
+from spmdrl.dataflow.data.gym_rows import gym_rows
 from spmdrl.engines.environment.episode import End, Episode, Turn
 from spmdrl.engines.reward.calls import RewardCall
+from spmdrl.engines.reward.gym_tasks import GYM_SCHEME
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.nouns.settings.reward_config import CodeConfig, RewardConfig
 from spmdrl.runtime.workers.loading import load_attribute
@@ -38,15 +41,25 @@ def test_each_recipe_has_a_page_with_its_command():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_recipe_takes_a_step(tmp_path, path):
     made = []
+    if GYM_SCHEME in path.read_text():
+        pytest.importorskip("reasoning_gym")
     if (path.parent / "make_rows.py").exists():
         made_rows(path.parent.name, tmp_path / "rows")
         made = [f"data.train={tmp_path / 'rows' / 'train.jsonl'}"]
     finished(run_job("train", path, f"run.dir={tmp_path / 'run'}", *STEP, *made))
     (step,) = metrics_of(tmp_path / "run")
     assert step["reward/unscored_ratio"] == 0 and 0 <= step["reward"] < 1
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "reasoning_gym").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_question_that_is_held_out_is_trained_on(path):
+    pytest.importorskip("reasoning_gym")
+    data = load_config([path], []).value.data
+    train, held_out = ([row["prompt"] for row in gym_rows(url)] for url in (data.train, data.eval))
+    assert len(held_out) >= 150 and not set(train) & set(held_out)
 
 
 def test_the_search_finds_what_the_supervised_start_shows(tmp_path):
