@@ -22,7 +22,7 @@ MOMENTS: Mapping[str, str] = {
     "in a call": "environment.answer:1:4:sigkill:1",
     # The answer is recorded, and its row isn't back in the engine.
     "between turns": "environment.record:0:4:sigkill:3",
-    "in decoding": "generate:1:4:sigkill:2",
+    "in decoding": "generate:1:4:sigkill:1",
     "while saving": "checkpoint.rename:0:2:sigkill",
     "in an update": "backward:1:3:sigkill",
 }
@@ -211,7 +211,7 @@ def _finished(jobs: FaultJobs, name: str) -> Path:
 
 
 def _tail(end: JobEnd) -> str:
-    return f"exit codes {end.codes}, {end.screen[-2000:]}"
+    return f"exit codes {end.codes}, {end.screen[-400:]}"
 
 
 def _outcome(run: Path) -> dict[str, Any]:
