@@ -27,7 +27,12 @@ MOMENTS: Mapping[str, str] = {
     "in an update": "backward:1:3:sigkill",
 }
 """Planned faults; each costs a step of which all answers are recorded, two if the first checkpoint is lost."""
-_WITHOUT_ENVIRONMENT = {"in a call": "reward:1:4:sigkill", "between turns": ""}
+# Each step of their supervised start has a backward pass too.
+_WITHOUT_ENVIRONMENT = {
+    "in a call": "reward:1:4:sigkill",
+    "between turns": "",
+    "in an update": "backward:1:3:sigkill:1",
+}
 EQUAL, ONCE, NOT_TRIED = "equal", "calls once", "-"
 COMPARED = "weights, optimizer, account of rows, their tokens, log-probs and observations, metrics but times"
 
