@@ -110,9 +110,9 @@ def test_held_out_prompts_that_are_trained_on_are_counted_with_an_example(tmp_pa
         held_out.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "2"}) + "\n" for n in numbers))
         return [line for line in lines_of("train", *words) if "data.eval" in line]
 
-    assert warnings_of(4, 5) == []
-    (line,) = warnings_of(9, 3, 8, 0, 3)
-    assert line.startswith("3 of the 5 prompts of data.eval are also in data.train, the first is '3+1='; ")
+    assert warnings_of(4, 5) == warnings_of(3, 3) == []
+    (line,) = warnings_of(9, 3, 8, 0, 7)
+    assert line.startswith("2 of the 5 prompts of data.eval are also in data.train, the first is '3+1='; ")
 
 
 def test_a_long_prompt_loses_its_middle(tmp_path):
