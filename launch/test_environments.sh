@@ -32,5 +32,5 @@ files=$(grep -rlE --include="test_*.py" '(importorskip|find_spec)\("(gymnasium|s
 # shellcheck disable=SC2086
 exec .venv-environments/bin/python -m pytest -q "$@" $files \
     "tests/job/test_environment.py::test_the_documented_tools_train_on_two_ranks["{mcp,program}"]" \
-    "tests/test_recipes.py::test_a_recipe_takes_a_step[reasoning_gym-spell_backward]" \
+    "tests/test_recipes.py::test_a_recipe_takes_a_step[reasoning_gym-"{spell_backward,word_sequence_reversal}"]" \
     tests/test_recipes.py::test_no_question_that_is_held_out_is_trained_on
