@@ -41,6 +41,20 @@ def test_answers_of_all_ranks_are_found_once_in_their_step(tmp_path):
     assert [found(resumed, 3, name) for name in "abca"] == [GIVEN, None, ENDED, None]
 
 
+def test_log_probs_of_the_same_tokens_may_differ(tmp_path):
+    def asked(logprob: float, token: int = 5) -> dict[str, object]:
+        turn = {"token_ids": (token,), "logprobs": (logprob,)}
+        return {"prompt": "a", "turns": (turn, turn), **turn}
+
+    with activity.in_stage("generation", 1):
+        journal = Journal(tmp_path, 0, 0, list)
+        assert journal.find("a", asked(-0.25)) is None
+        journal.add("a", GIVEN)
+        journal.close()
+        resumed = Journal(tmp_path, 0, 0, list)
+        assert resumed.find("b", asked(-0.25, token=6)) is None and resumed.find("c", asked(-0.26)) == GIVEN
+
+
 def test_answers_are_dropped_once_a_checkpoint_has_their_step(tmp_path):
     saved: list[int] = []
     journal = Journal(tmp_path, 0, 0, lambda: saved)

@@ -82,7 +82,7 @@ def _checked(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-class Request(BaseModel):
+class _Request(BaseModel):
     """Fields that are read of a request; sampling is the run's."""
 
     model: str = ""
@@ -98,7 +98,7 @@ class Request(BaseModel):
             raise Refused(f"{where}: {first['msg']}; a turn answers text, one request at a time") from None
 
 
-class TokenRequest(Request):
+class TokenRequest(_Request):
     """A conversation as tokens, in the form of vLLM's `/inference/v1/generate`."""
 
     token_ids: list[NonNegativeInt] = Field(min_length=1)
@@ -125,7 +125,7 @@ class TokenRequest(Request):
         return {"request_id": f"generate-{number}", "choices": [choice], "usage": _usage(turn)}
 
 
-class ChatRequest(Request):
+class ChatRequest(_Request):
     """A conversation as messages, in the form of OpenAI's `/v1/chat/completions`."""
 
     messages: list[_Message] = Field(min_length=1)
@@ -238,8 +238,7 @@ class Dialogue:
         Raises Forked if it doesn't continue the conversation, Refused if another one waits for its turn.
         """
         items: list[Any] = [*request.items()]
-        read = json.dumps([items, request.tools], sort_keys=True).encode()
-        digest = hashlib.blake2b(read).digest()
+        digest = hashlib.blake2b(json.dumps([items, request.tools], sort_keys=True).encode()).digest()
         if digest in self._answers:
             return self._answers[digest], None
         if self.is_waited_for:
