@@ -68,6 +68,8 @@ SETTINGS = (
     ["model.make.model_type=deepseek_v3"],
     ["model.make.model_type=gemma3_text"],
     ["rollout.partial_max_rounds=2"],
+    ["resources.ranks.generation=1"],
+    ["resources.ranks.generation=1", "rollout.lag=1"],
     ["algo.rollout_is=tis"],
     ["algo.rollout_is=seq-mask-tis"],
     ["critic={}"],

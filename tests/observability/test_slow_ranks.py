@@ -61,3 +61,15 @@ def test_a_rank_is_slow_though_the_others_wait_for_it_within_the_same_stage(tmp_
     assert job.stdout.count("is slow:") == 1
     assert "rank 1 is slow" in job.stdout and "most of it in update" in job.stdout
     assert metrics_of(tmp_path / "run")[-1]["perf/slowest_rank_ratio"] > 1.3
+
+
+def test_ranks_are_compared_within_their_set():
+    training, generating = {"update": 9.0}, {"generation": 1.0}
+    seconds = [training, training, {"update": 18.0}, generating, generating]
+    sets = [range(3), range(3, 5)]
+    assert ratios(seconds, sets) == [1, 1, 2, 1, 1]
+    watch = SlowRanks()
+    found = [watch.warnings(step, seconds, sets) for step in range(1, STEPS + 1)]
+    assert found[:-1] == [[]] * (STEPS - 1)
+    (warning,) = found[-1]
+    assert "rank 2 is slow" in warning and "most of it in update (2.00 x)" in warning

@@ -122,11 +122,13 @@ def run_job(
     only_on: Mapping[int, Sequence[str]] | None = None,
     kind: str | None = None,
     prepare: Callable[[], object] | None = None,
+    ranks_per_node: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As `launch_job`, in forked processes: without the seconds in which Python and torchrun start.
 
     `only_on` holds further arguments of single ranks. The device is of the tests' kind, or of `kind`; `prepare`, which
-    must be importable, is called in each process before the job.
+    must be importable, is called in each process before the job. With `ranks_per_node` ranks believe to be on several
+    nodes.
     """
     if kind is None:
         skip_without_devices(ranks)
@@ -134,7 +136,8 @@ def run_job(
     kind = kind or chosen_kind()
     command = _arguments(kind, verb, *arguments)
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    launched = [rank_environment(rank, ranks, ranks, store.port) for rank in range(ranks)] if ranks > 1 else [{}]
+    per_node = ranks_per_node or ranks
+    launched = [rank_environment(rank, ranks, per_node, store.port) for rank in range(ranks)] if ranks > 1 else [{}]
     launched = [own | {VARIABLE: kind} for own in launched]
     with tempfile.TemporaryDirectory() as folder:
         screens = [Path(folder) / "stdout", Path(folder) / "stderr"]

@@ -195,7 +195,7 @@ def forged_put() -> object:
 
     batch = Batch.of_rows(range(8))
     batch.put_dense("reward", torch.full((8,), 1e9))
-    return rpc.rpc_sync("dock0", remote_put, (pack(batch),), timeout=1)
+    return rpc.rpc_sync("dock0", remote_put, (pack(batch), torch.tensor(0)), timeout=1)
 
 
 def attacks(me: Stranger) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -110,13 +110,14 @@ class Evaluator:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], replica: Replica, pool: RewardPool, decode: DecodeTokens, *,
+        self, prompts: Sequence[Prompt], replica: Replica, pool: RewardPool | None, decode: DecodeTokens, *,
         config: EvalConfig, sampling: SamplingParams, seed: int, turns: Turns | None = None,
     ):  # fmt: skip
+        """Ranks that don't generate have no `pool`."""
         self.prompts = prompts[: config.max_rows]
         self.replica = replica
         self._pool, self._error = pool, ""
-        self.rewards = StreamedRewards(pool, decode)
+        self.rewards = None if pool is None else StreamedRewards(pool, decode)
         self.decode = decode
         self.num_samples = config.num_samples
         self.passes = config.passes
@@ -143,10 +144,12 @@ class Evaluator:
 
     def _hopeless(self) -> str:
         """Return the error that ends the evaluation early; kept, as rows in progress may still be scored."""
-        self._error = self._error or self._pool.hopeless() or ""
+        self._error = self._error or (self._pool and self._pool.hopeless()) or ""
         return self._error
 
     def _own_records(self) -> Iterator[dict[str, Any]]:
+        if self.rewards is None:
+            return
         numbers = self.replica.share_of(len(self.prompts))
         requests = [self._request(number) for number in numbers]
         answers: dict[int, dict[int, Response]] = {number: {} for number in numbers}
@@ -234,7 +237,7 @@ def _means(rewards: Sequence[float | None], num_samples: int) -> list[float]:
 
 
 def build_evaluator(
-    config: Config, prepared: Prepared, replica: Replica, pool: RewardPool, turns: Turns | None
+    config: Config, prepared: Prepared, replica: Replica, pool: RewardPool | None, turns: Turns | None
 ) -> Evaluator | None:
     """Build the evaluator of the held-out rows, or None without any.
 

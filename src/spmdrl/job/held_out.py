@@ -181,7 +181,7 @@ def build_held_out(
     assert evaluator is not None, "there are held-out rows"
     prompts = evaluator.prompts
     switching = build_switching(
-        config, run.logs, models, replica, stack,
+        config, run.logs, models, replica, prepared.source, stack,
         num_rows=evaluator.num_rows, prompt_at=lambda position: prompts[position % len(prompts)],
     )  # fmt: skip
     return HeldOut(AnswerJudge(evaluator, switching, run), run, config.eval)

@@ -102,6 +102,11 @@ class WorkerState(enum.Enum):
         return state
 
     @property
+    def is_of_generation(self) -> bool:
+        """True if the ranks that generate have this state where others train."""
+        return self in (WorkerState.GENERATION, WorkerState.REWARD)
+
+    @property
     def uses_training_engine(self) -> bool:
         """True if all ranks that share a copy's layers, tokens or matrices need the same rows."""
         return self.work in ("score", "train")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 
 RATIO = 1.3
@@ -19,11 +19,17 @@ Seconds = Mapping[str, float]
 """Own seconds of a rank in a step, by stage."""
 
 
-def ratios(seconds_by_rank: Sequence[Seconds]) -> list[float]:
-    """Return each rank's own seconds over the median rank's; 1 for all if nothing was done."""
-    totals = _totals(seconds_by_rank)
-    middle = median_low(totals)
-    return [total / middle if middle > 0 else 1.0 for total in totals]
+def ratios(seconds_by_rank: Sequence[Seconds], sets: Collection[range] = ()) -> list[float]:
+    """Return each rank's own seconds over the median rank's; 1 for all if nothing was done.
+
+    With `sets`, which hold all ranks in order and work on different things, it is the median of the rank's own set.
+    """
+    found = []
+    for ranks in sets or [range(len(seconds_by_rank))]:
+        totals = _totals(seconds_by_rank[ranks.start : ranks.stop])
+        middle = median_low(totals)
+        found += [total / middle if middle > 0 else 1.0 for total in totals]
+    return found
 
 
 def _totals(seconds_by_rank: Sequence[Seconds]) -> list[float]:
@@ -36,15 +42,22 @@ class SlowRanks:
     def __init__(self) -> None:
         self._in_a_row: Counter[int] = Counter()
 
-    def warnings(self, step: int, seconds_by_rank: Sequence[Seconds]) -> list[str]:
-        """Return warnings after a step."""
+    def warnings(self, step: int, seconds_by_rank: Sequence[Seconds], sets: Collection[range] = ()) -> list[str]:
+        """Return warnings after a step; ranks are compared within their set."""
+        return [
+            warning
+            for ranks in sets or [range(len(seconds_by_rank))]
+            for warning in self._of_set(step, seconds_by_rank[ranks.start : ranks.stop], ranks.start)
+        ]
+
+    def _of_set(self, step: int, seconds_by_rank: Sequence[Seconds], first: int) -> list[str]:
         due, totals = [], _totals(seconds_by_rank)
         least = median_low(totals) + _LEAST_LOST_SECONDS
-        for rank, ratio in enumerate(ratios(seconds_by_rank)):
-            is_slow = ratio > RATIO and totals[rank] > least
+        for place, ratio in enumerate(ratios(seconds_by_rank)):
+            rank, is_slow = first + place, ratio > RATIO and totals[place] > least
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == STEPS:
-                stage, worst = _worst_stage(rank, seconds_by_rank)
+                stage, worst = _worst_stage(place, seconds_by_rank)
                 due.append(
                     f"WARNING: step {step}: rank {rank} is slow: its own work took over {RATIO:g} x the median rank's "
                     f"in {STEPS} steps in a row, {ratio:.2f} x now, most of it in {stage} ({worst:.2f} x); look at "

@@ -177,6 +177,8 @@ class Timeline:
         self._seconds: dict[int, dict[str, float]] = {}
         self._waits: dict[int, dict[str, Waits]] = {}
         self._ended: dict[int, list[Span]] = {}
+        self.num_kept_steps = 2
+        """Newest steps whose stages are remembered."""
         self._inside_open_stages: list[float] = []
         self._moved_in_open_stages: list[list[Moved]] = []
         self.held: HeldMemory | None = None
@@ -227,7 +229,7 @@ class Timeline:
         return ends[-1] - self._epoch if ends else None
 
     def waits(self, step: int) -> dict[str, Waits]:
-        """Return this rank's waits in `step` by stage; only the two newest steps are kept."""
+        """Return this rank's waits in `step` by stage; only the newest steps are kept."""
         return dict(self._waits.get(step, {}))
 
     def memory(self, step: int, held: HeldMemory) -> None:
@@ -236,7 +238,7 @@ class Timeline:
         self._writer.write(self._lines.memory(step, self._now(), held))
 
     def stage_seconds(self, step: int) -> dict[str, float]:
-        """Return this rank's own seconds by stage in `step`, without inner stages; the two newest steps only."""
+        """Return this rank's own seconds by stage in `step`, without inner stages; the newest steps only."""
         return dict(self._seconds.get(step, {}))
 
     def truncate_after(self, step: int) -> None:
@@ -257,7 +259,7 @@ class Timeline:
         seconds[span.stage] = seconds.get(span.stage, 0.0) + span.seconds - inside
         self._ended.setdefault(span.step, []).append(span)
         for by_step in (self._seconds, self._ended, self._waits):
-            for old in sorted(by_step)[:-2]:
+            for old in sorted(by_step)[: -self.num_kept_steps]:
                 del by_step[old]
         self._write(span)
 

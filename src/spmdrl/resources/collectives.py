@@ -7,7 +7,8 @@ device's tensor uses the links between devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate, pairwise
 
@@ -19,6 +20,7 @@ from spmdrl.runtime.network.sockets import closing_new_listeners
 from spmdrl.runtime.supervision.stop_request import stop_reason
 
 Group = dist.ProcessGroup | None
+"""Ranks of a collective; None: those of `among`, or else all."""
 
 _PAUSE_SECONDS = 0.001
 # Ranks arrive long before the last one does: waiting has a deadline of its own.
@@ -28,8 +30,32 @@ _SHORT_ROUND_BYTES = 16384
 """limit on all ranks' short payloads together, at which a round takes as long as for a byte"""
 
 
+_present: Group = None
+
+
+@contextmanager
+def among(group: Group) -> Iterator[None]:
+    """Let collectives that name no group be this one's inside the block, which other ranks needn't enter."""
+    global _present
+    before, _present = _present, group
+    try:
+        yield
+    finally:
+        _present = before
+
+
 def group_size(group: Group = None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return dist.get_world_size(group or _present) if dist.is_initialized() else 1
+
+
+@closing_new_listeners()
+def new_group(ranks: Sequence[int]) -> Group:
+    """Return a process group of these ranks, None on the others. Collective over all ranks."""
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() not in ranks:
+        return None
+    wait_like_the_job(group)
+    return group
 
 
 def wait_like_the_job(group: dist.ProcessGroup) -> None:
@@ -50,7 +76,7 @@ def sum_over(tensor: Tensor, group: Group = None) -> Tensor:
 def sum_into(tensor: Tensor, group: Group = None) -> None:
     """Replace a tensor by `sum_over` of it. Collective."""
     if group_size(group) > 1:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, group=group or _present)
 
 
 def max_over(tensor: Tensor, group: Group = None) -> Tensor:
@@ -61,7 +87,7 @@ def max_over(tensor: Tensor, group: Group = None) -> Tensor:
 def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Tensor:
     out = tensor.clone()
     if group_size(group) > 1:
-        dist.all_reduce(out, op=op, group=group)
+        dist.all_reduce(out, op=op, group=group or _present)
     return out
 
 
@@ -76,7 +102,7 @@ def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> lis
     if size == 1:
         return [[values.clone() for values in columns]]
     counts = [torch.zeros(len(columns), dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([values.numel() for values in columns]), group=group)
+    dist.all_gather(counts, torch.tensor([values.numel() for values in columns]), group=group or _present)
     widths = [values.element_size() for values in columns]
     bounds = [[0, *accumulate(n * width for n, width in zip(each.tolist(), widths, strict=True))] for each in counts]
     # gloo gathers equal sizes only: pad to the longest.
@@ -84,7 +110,7 @@ def gather_ragged_columns(columns: Sequence[Tensor], group: Group = None) -> lis
     own = [values.contiguous().view(torch.uint8) for values in columns]
     torch.cat(own, out=padded[: sum(map(len, own))])
     gathered = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(gathered, padded, group=group)
+    dist.all_gather(gathered, padded, group=group or _present)
     return [
         # Copies begin at the alignment of any dtype.
         [part[slice(*ends)].clone().view(values.dtype) for values, ends in zip(columns, pairwise(each), strict=True)]
@@ -125,20 +151,24 @@ def _gather_padded(payload: bytes, width: int, size: int, group: Group) -> list[
     """Gather `width` bytes of each of `size` ranks, whose payloads are padded with zeros. Collective."""
     padded = _as_tensor(payload.ljust(width, b"\0"))
     gathered = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(gathered, padded, group=group)
+    dist.all_gather(gathered, padded, group=group or _present)
     return [part.numpy().tobytes() for part in gathered]
 
 
 def broadcast_ragged(
-    values: Tensor | None, src: int = 0, group: Group = None, device: torch.device | None = None
+    values: Tensor | None, src: int | None = None, group: Group = None, device: torch.device | None = None
 ) -> Tensor:
     """Return the bytes (1-D uint8, on the host) of global rank `src`, on every rank of the group. Collective.
 
-    They go through `device`, so by the links between accelerators if it is one.
+    Without `src` they are those of the group's first rank. They go through `device`, so by the links between
+    accelerators if it is one.
     """
     if group_size(group) == 1:
         assert values is not None, "the source rank must pass the bytes"
         return values
+    group = group or _present
+    if src is None:
+        src = 0 if group is None else dist.get_global_rank(group, 0)
     own = values if dist.get_rank() == src else None
     size = torch.tensor([-1 if own is None else own.numel()])
     dist.broadcast(size, src, group=group)
@@ -149,8 +179,8 @@ def broadcast_ragged(
     return content.cpu()
 
 
-def broadcast_bytes(payload: bytes | None, src: int = 0, group: Group = None) -> bytes:
-    """Return the bytes of global rank `src`, on every rank of the group. Collective."""
+def broadcast_bytes(payload: bytes | None, src: int | None = None, group: Group = None) -> bytes:
+    """Return the bytes of global rank `src`, or the group's first, on every rank of the group. Collective."""
     return broadcast_ragged(None if payload is None else _as_tensor(payload), src, group).numpy().tobytes()
 
 
@@ -165,7 +195,7 @@ def barrier(group: Group = None) -> None:
     Reduces one host number, since `dist.barrier` occupies the device on accelerators.
     """
     if group_size(group) > 1:
-        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_reduce(torch.zeros(1), group=group or _present)
 
 
 class Arrivals:

@@ -10,6 +10,7 @@ from annotated_types import Interval
 from spmdrl.nouns.settings.layout_config import FACTORS
 from spmdrl.nouns.settings.layout_config import ContextKind as ContextKind
 from spmdrl.nouns.settings.layout_config import GenerationLayout as GenerationLayout
+from spmdrl.nouns.settings.layout_config import RankSetsConfig as RankSetsConfig
 from spmdrl.nouns.settings.layout_config import UpdateLayout as UpdateLayout
 
 # A year: longer ones overflow the clocks of some communication libraries.
@@ -26,6 +27,8 @@ class ResourcesConfig:
     """layout of the update shards"""
     generation: GenerationLayout = field(default_factory=GenerationLayout)
     """layout of the generation shards"""
+    ranks: RankSetsConfig = field(default_factory=RankSetsConfig)
+    """ranks that only generate"""
     timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 1800.0
     """time limit of a collective's wait for its slowest rank, after which the job stops"""
     start_timeout_seconds: Annotated[float, Interval(gt=0, le=_LONGEST_TIMEOUT_SECONDS)] = 300.0

@@ -6,12 +6,13 @@ the axes with most traffic stay inside a node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.resources.collectives import max_over, sum_over, wait_like_the_job
 from spmdrl.resources.device import Device
@@ -80,14 +81,14 @@ class GenerationMesh:
     """replicas that share the experts, each by its rank at this rank's place on the tensor axis"""
 
     @property
-    def replica(self) -> int:
-        """Number of this rank's replica."""
-        return self.layout.place(self.rank)[0]
+    def replica(self) -> int | None:
+        """Number of this rank's replica; None on a rank that doesn't generate."""
+        return next((number for number, ranks in enumerate(self.replicas) if self.rank in ranks), None)
 
     @property
     def is_leader(self) -> bool:
         """True if this rank is the first of its replica, which reports for it."""
-        return self.tensor.rank == 0
+        return self.rank in self.leaders
 
     @property
     def leaders(self) -> tuple[int, ...]:
@@ -96,13 +97,22 @@ class GenerationMesh:
 
 
 @closing_new_listeners()
-def build_generation_mesh(layout: GenerationLayout, device: Device, world_size: int, rank: int) -> GenerationMesh:
-    """Build the mesh of a checked layout. Collective over all ranks."""
-    ranks = sorted(range(world_size), key=layout.place)
-    replicas = [tuple(ranks[first : first + layout.tensor]) for first in range(0, world_size, layout.tensor)]
+def build_generation_mesh(
+    layout: GenerationLayout, device: Device, world_size: int, rank: int, *, first: int = 0
+) -> GenerationMesh:
+    """Build the mesh of a checked layout over `world_size` ranks from `first` on. Collective over all ranks.
+
+    A rank that isn't among them gets a mesh without a place of its own.
+    """
+    ranks = [first + place for place in sorted(range(world_size), key=layout.place)]
+    replicas = [tuple(ranks[begin : begin + layout.tensor]) for begin in range(0, world_size, layout.tensor)]
     num_sharing = max(1, layout.expert // layout.tensor)
     places = torch.tensor(replicas).view(-1, num_sharing, layout.tensor)
-    mesh = _waiting(DeviceMesh(device.kind, places, mesh_dim_names=("replicas", "expert", "tensor")))
+    mesh = DeviceMesh(device.kind, places, mesh_dim_names=("replicas", "expert", "tensor"))
+    if rank not in ranks:
+        alone = lone_generation_mesh(rank)
+        return replace(alone, layout=layout, replicas=tuple(replicas))
+    _waiting(mesh)
     return GenerationMesh(
         layout, rank, tuple(replicas), tensor=_axis(mesh["tensor"], "tensor"), expert=_axis(mesh["expert"], "expert")
     )
@@ -114,9 +124,16 @@ def lone_generation_mesh(rank: int = 0) -> GenerationMesh:
     return GenerationMesh(GenerationLayout(), rank, ((rank,),), tensor, expert)
 
 
-@closing_new_listeners()
 def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateMesh:
-    """Build the mesh of a fitted layout. Collective over all ranks."""
+    """Build the mesh of a layout fitted to all ranks. Collective over all ranks."""
+    mesh = join_update_mesh(layout, device, rank)
+    assert mesh is not None, f"rank {rank} isn't among the {layout.num_ranks} ranks of {layout}"
+    return mesh
+
+
+@closing_new_listeners()
+def join_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateMesh | None:
+    """Build the mesh of a layout fitted to the job's first ranks; None on the others. Collective over all ranks."""
     mesh = _mesh(
         device,
         pipeline=layout.pipeline,
@@ -136,6 +153,14 @@ def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> Update
         expert=layout.expert,
         tensor=layout.tensor,
     )
+    # Made of its own: to flatten axes of a mesh needs a rank of it.
+    places = _places(layout.pipeline, layout.data * layout.shard, layout.context, layout.tensor)
+    together = places.transpose(0, 1).flatten(1)
+    model = DeviceMesh(device.kind, together, mesh_dim_names=("data", "model"))
+    if rank >= layout.num_ranks:
+        return None
+    for one in (mesh, dense, experts, model):
+        _waiting(one)
     return UpdateMesh(
         layout=layout,
         rank=rank,
@@ -144,22 +169,25 @@ def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> Update
         context=_axis(mesh["context"], "context"),
         tensor=_axis(mesh["tensor"], "tensor"),
         expert=_axis(experts["expert"], "expert"),
-        model=_axis(_waiting(mesh["pipeline", "context", "tensor"]._flatten("model")), "model"),
+        model=_axis(model["model"], "model"),
         dense_shards=dense["replica", "shard"] if layout.data > 1 else dense["shard"],
         expert_shards=experts["replica", "shard"] if num_expert_replicas > 1 else experts["shard"],
     )
 
 
 def _mesh(device: Device, **sizes: int) -> DeviceMesh:
-    """Return a mesh over all ranks with these axes, outermost first."""
-    return _waiting(init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    """Return a mesh over the first ranks with these axes, outermost first."""
+    return DeviceMesh(device.kind, _places(*sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _waiting(mesh: DeviceMesh) -> DeviceMesh:
-    """Set the timeout of the mesh's groups to the job's own; returns the mesh."""
+def _places(*sizes: int) -> Tensor:
+    return torch.arange(math.prod(sizes), dtype=torch.int).view(sizes)
+
+
+def _waiting(mesh: DeviceMesh) -> None:
+    """Set the timeout of the mesh's groups to the job's own."""
     for group in mesh.get_all_groups():
         wait_like_the_job(group)
-    return mesh
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:

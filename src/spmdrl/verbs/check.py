@@ -126,7 +126,10 @@ def _layouts(checked: CheckedRun, launch: LaunchEnvironment) -> Iterator[str]:
     if checked.train_rows:
         yield f"update layout: {checked.layout}"
         yield from (f"{role.name} layout: {layout}" for role, layout in checked.own_layouts.items())
-    yield f"generation layout: {generation}, replicas: {launch.world_size // generation.tensor}"
+    updating, generating = checked.sets_of(launch.world_size)
+    yield f"generation layout: {generation}, replicas: {len(generating) // generation.tensor}"
+    if updating != generating:
+        yield f"ranks that train: {len(updating)}; ranks that generate: {len(generating)}"
     if checked.verb == "train":
         yield "schedule: worker state (model; phase): columns read -> made"
         yield from (f"    {slot}" for slot in checked.slots)

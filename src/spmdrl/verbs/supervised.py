@@ -21,7 +21,7 @@ from spmdrl.job.start.banner import print_banner
 from spmdrl.job.start.checked_run import CheckedRun, Verb
 from spmdrl.job.start.prepared import prepare_together
 from spmdrl.job.start.rank_facts import open_job
-from spmdrl.job.start.start_checks import check_run
+from spmdrl.job.start.start_checks import check_run, over_all_ranks
 from spmdrl.nouns.roles import POLICY
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -49,7 +49,9 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
         checkpoint=replace(config.checkpoint, interval=0, model_only=False, best=None, keep_best=None, dtype="float32"),
         resume="auto",
     )
-    warm_start = replace(checked, config=inner, eval_rows=[], verb="sft")
+    with start_up():
+        # Ranks that only generate afterwards take part too.
+        warm_start = over_all_ranks(replace(checked, config=inner, eval_rows=[], verb="sft"), world.size)
     console = Console(enabled=world.is_main)
     model = finished_model(folder, world)
     if model is None:

@@ -68,6 +68,9 @@ def set_kernels(config: DebugConfig) -> None:
 #   children          | score each response as it ends . . . . . . . . . > |
 #   meanwhile         | reference, old log-probs of whole groups, while rows wait for an environment
 #   device     generation's weights, cache | update weights return > . . . . . . . . . . . . . . . . . . . . . .
+#
+# With `resources.ranks.generation`, some ranks only generate and reward the others do all else;
+# with `rollout.lag` both work side by side, on batches of different steps (job/rollouts/ahead.py).
 
 
 def loop(training: Training) -> None:
@@ -75,18 +78,14 @@ def loop(training: Training) -> None:
     run, switching, stages = training.run, training.switching, training.stages
     training.held_out.before()
     for step in run.remaining_steps():
-        samples = training.flow.open(step)
-        if not training.kept_rollouts.restore(samples):
-            switching.to_generation(step)
-            stages.run(Phase.GENERATION, samples)
-            switching.start_return(step)
+        samples = training.rollouts.next(step)
         stages.run(Phase.WITHOUT_ACTOR, samples)
         switching.to_update(step)
         stages.run(Phase.WITH_ACTOR, samples)
-        training.kept_rollouts.keep(samples)
+        training.rollouts.keep(samples)
         stages.run(Phase.UPDATE, samples)
         training.algorithm.advance()
-        training.report.count(training.flow.close(samples))
+        training.report.count(training.rollouts.close(samples))
         training.held_out.when_due(step)
         run.finish_step(step)
 

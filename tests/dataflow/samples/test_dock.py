@@ -12,7 +12,7 @@ import torch.distributed.rpc as rpc
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.dock import TransferDock
 from spmdrl.dataflow.samples.store.warehouse import Warehouse
-from spmdrl.dataflow.samples.transport.several_nodes import SeveralNodes
+from spmdrl.dataflow.samples.transport.several_nodes import RemoteWarehouses, SeveralNodes
 from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.nouns.batch import Batch, WorkerState, offsets_of
 from spmdrl.nouns.settings.flow_config import DockConfig
@@ -60,7 +60,7 @@ def test_dropped_rows_are_not_trained_and_are_accounted_for():
 def test_a_closed_batch_leaves_nothing_in_the_warehouse():
     dock = open_dock(ONE_RANK)
     run_step(dock, 0)
-    assert dock._parts.warehouse.num_bytes == 0
+    assert dock._places[0].warehouse.num_bytes == 0
 
 
 def test_a_batch_with_rows_left_over_is_not_closed():
@@ -139,7 +139,7 @@ def steps_of_rank(world: World, locality: bool = True) -> dict:
     with open_dock(world, DockConfig(20.0, locality=locality)) as dock:
         did = [run_step(dock, step, dropped=(5,)) for step in range(2)]
         volume = dock.volume
-        left = dock._parts.warehouse.num_bytes
+        left = dock._places[0].warehouse.num_bytes
     return {
         "steps": did,
         "bytes": {link.value: volume.payload_bytes(link) for link in Link},
@@ -221,7 +221,7 @@ def rewards_of(rows: list[int]) -> Batch:
 
 def requests_that_fail(world: World) -> dict[str, str]:
     """Rank 1 requests what rank 0's warehouse lacks, sends it gadgets, and finds it stopped and then gone."""
-    nodes = SeveralNodes(Warehouse(), Volume(), world, timeout_seconds=1.0, locality=True, plain_tcp=False)
+    nodes = SeveralNodes(0, Volume(), world, RemoteWarehouses([Warehouse()], world, 1.0), locality=True)
     on_rank_0 = Catalogue(np.zeros(NUM_ROWS, dtype=np.int64))
     pids = [int(pid) for pid in gather_ragged(torch.tensor([os.getpid()]))]
     errors: dict[str, str] = {}

@@ -85,7 +85,7 @@ class AlgoConfig:
     rollout_is: RolloutIs = "none"
     """weight of tokens by the ratio of trainer's to generator's probability; importance: the ratio; tis: capped at C;
     icepop: tokens outside [alpha, beta] dropped; seq-mask-tis: rows outside [alpha, beta] dropped, the others' tokens
-    capped at C"""
+    capped at C; with rollout.lag above 0 the default is tis"""
     rollout_is_clip: float | tuple[float, ...] | None = None
     """C of tis, [alpha, beta] of icepop or [alpha, beta, C] of seq-mask-tis; null: 2.0, [0.5, 5.0] or [0.5, 5.0,
     2.0]"""

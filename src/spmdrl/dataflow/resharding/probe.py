@@ -17,7 +17,8 @@ from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of
-from spmdrl.resources.collectives import max_over
+from spmdrl.resources.collectives import broadcast_ragged, max_over
+from spmdrl.resources.rank_sets import RankSets
 
 Rows = Sequence[Sequence[int]]
 
@@ -42,18 +43,21 @@ class Probe:
 
     def __init__(
         self,
-        trainer: TrainingEngine,
+        trainer: TrainingEngine | None,
         generator: GenerationEngine,
         rows_of_step: Callable[[int], Rows],
         *,
         tolerance: float,
         exempt_share: float = 0.0,
+        sets: RankSets | None = None,
     ):
         """`rows_of_step` gives the same rows of at least two tokens on every rank; `tolerance` is in nats.
 
-        The `exempt_share` of tokens that are farthest apart may exceed it.
+        The `exempt_share` of tokens that are farthest apart may exceed it. Only the ranks of `sets` that train have a
+        trainer.
         """
         self._trainer = trainer
+        self._sets = sets
         self._generator = generator
         self._rows_of_step = rows_of_step
         self._tolerance = tolerance
@@ -62,9 +66,19 @@ class Probe:
     def rate(self, step: int) -> Rated:
         """Rate the step's rows with the trainer, before the switch. Collective over the world."""
         rows = self._rows_of_step(step)
+        if self._sets is None or not self._sets.are_apart:
+            return Rated(rows, self._scored(rows))
+        own = None
+        if self._sets.update.is_member:
+            with self._sets.update.alone():
+                own = self._scored(rows).view(torch.uint8)
+        return Rated(rows, broadcast_ragged(own, self._sets.update.ranks[0]).view(torch.float32))
+
+    def _scored(self, rows: Rows) -> Tensor:
+        assert self._trainer is not None, "this rank doesn't train"
         tokens_T = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         packed = TokenRows(tokens_T, offsets_of([len(row) for row in rows]), torch.ones(len(rows), dtype=torch.int64))
-        return Rated(rows, self._trainer.score(packed, temperature=1.0).logprobs_R.cpu())
+        return self._trainer.score(packed, temperature=1.0).logprobs_R.cpu()
 
     def check(self, rated: Rated) -> float:
         """Return the largest difference of log-probs on any rank, after the switch. Collective over the world.
@@ -72,7 +86,9 @@ class Probe:
         Raises RuntimeError on every rank if it exceeds the tolerance, exempt tokens left out, or if the trainer's own
         log-probs aren't finite.
         """
-        found_R = torch.cat(self._generator.score(rated.rows)).cpu()
+        # A rank without an engine rates nothing, and agrees with itself.
+        found = self._generator.score(rated.rows)
+        found_R = torch.cat(found).cpu() if found else rated.logprobs_R
         distance_R = (found_R - rated.logprobs_R).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).sort().values
         num_exempt = int(self._exempt_share * len(distance_R)) if distance_R[-1].isfinite() else 0
         is_broken = (~rated.logprobs_R.isfinite().all()).to(distance_R)

@@ -12,7 +12,18 @@ import numpy as np
 from spmdrl.dataflow.data.prompts import prompt_columns
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups, Shares
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
-from spmdrl.dataflow.samples.catalogue import Catalogue, Exchanged, News, RowDrop, RowMetadata, exchanged, metadata_of
+from spmdrl.dataflow.samples.catalogue import (
+    Catalogue,
+    Exchanged,
+    News,
+    RowDrop,
+    RowMetadata,
+    exchanged,
+    joined,
+    metadata_of,
+    pack_news,
+    unpack_news,
+)
 from spmdrl.dataflow.samples.schema import check_columns, check_row_lengths
 from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.dataflow.samples.store.keeping import read_columns, read_lives, restored, write_columns, write_lives
@@ -21,7 +32,9 @@ from spmdrl.dataflow.samples.store.warehouse import Warehouse
 from spmdrl.dataflow.samples.volume import Volume
 from spmdrl.nouns.batch import Batch, Integers, WorkerState
 from spmdrl.observability.fault_points import faultpoint
+from spmdrl.resources.collectives import gather_bytes
 from spmdrl.resources.device import to_host
+from spmdrl.resources.rank_sets import RankSets
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.stop_request import StopAgreed, stop_reason
 
@@ -52,6 +65,7 @@ class DockParts:
     payload: Payload
     volume: Volume
     history: LengthHistory
+    sets: RankSets
 
 
 class Samples:
@@ -74,6 +88,8 @@ class Samples:
         self._dock = dock
         self._news: list[News] = []
         """this rank's news since the last commit"""
+        self._untold: list[News] = []
+        """news that only the ranks of its set have"""
         kept = np.arange(rows.num_rows) if dock.rules.locality else rows.on_node(dock.world.node)
         dock.warehouse.keep(prompt_columns(rows.prompts), kept, kept // rows.group_size)
 
@@ -148,21 +164,36 @@ class Samples:
         self.rows.portions.append(np.unique(np.concatenate([np.empty(0, dtype=np.int64), *put])))
 
     def commit(self, state: WorkerState) -> None:
-        """Publish puts and drops, and end the claims of `state`. Collective over all ranks.
+        """Publish puts and drops, and end the claims of `state`. Collective over the ranks that have the state.
 
         Raises StopAgreed on all ranks if one of them was asked to stop, unless `state` trains: then the step is
-        finished first.
+        finished first, as it is where only a part of the ranks has the state.
         """
         self.rows.lives.finish(state)
-        self._publish(may_stop=state.work != "train")
+        self._publish(may_stop=state.work != "train" and not self._dock.sets.are_apart)
+
+    def tell(self) -> None:
+        """Publish to the ranks of the other set what those of this one have published. Collective over all ranks."""
+        sets = self._dock.sets
+        if not sets.are_apart:
+            return
+        parts, self._untold = gather_bytes(pack_news(joined(self._untold))), []
+        own = sets.update if sets.update.is_member else sets.generation
+        of_others = [unpack_news(part) for rank, part in enumerate(parts) if rank not in own.ranks]
+        self._observe([entry for news in of_others for entry in news])
 
     def _publish(self, *, may_stop: bool) -> list[News]:
+        if self._dock.sets.are_apart:
+            self._untold += self._news
         found, self._news = self._exchanged(self._news), []
-        self.rows.lives.observe(found.news)
-        self._index(found.news)
+        self._observe(found.news)
         if may_stop and found.stop_reason is not None:
             raise StopAgreed(found.stop_reason)
         return found.news
+
+    def _observe(self, news: Sequence[News]) -> None:
+        self.rows.lives.observe(news)
+        self._index(news)
 
     def _exchanged(self, own: list[News]) -> Exchanged:
         """Return all ranks' news. Collective over all ranks."""

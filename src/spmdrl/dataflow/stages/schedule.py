@@ -46,13 +46,14 @@ class Slot:
 
 def schedule(
     needs: Mapping[WorkerState, frozenset[str]], roles: Mapping[WorkerState, Role | None], *,
-    fuse: bool, refills: bool, has_turns: bool,
+    fuse: bool, refills: bool, has_turns: bool, apart: bool = False,
 ) -> list[Slot]:  # fmt: skip
     """Order the states that read `needs`: by phase, and within one by the availability of their columns.
 
     With `fuse`, the state that waits for rewards comes last in its phase, so that every pass before it hides their
-    seconds; otherwise as soon as possible. With `refills` it is a part of generation, whose prompts depend on rewards.
-    With `has_turns`, models score rows that have ended while others wait for an environment.
+    seconds; otherwise as soon as possible. With `refills` it is a part of generation, whose prompts depend on rewards,
+    and with `apart`, as it is of the ranks that generate while others train. With `has_turns`, models score rows that
+    have ended while others wait for an environment.
     """
     read = frozenset[str]().union(*needs.values())
 
@@ -60,13 +61,14 @@ def schedule(
         role = roles[state]
         if state.work == "train" or state in (WorkerState.RETURNS, WorkerState.ADVANTAGE):
             return Phase.UPDATE
-        if state is WorkerState.GENERATION or (state is WorkerState.REWARD and refills):
+        if state is WorkerState.GENERATION or (state is WorkerState.REWARD and (refills or apart)):
             return Phase.GENERATION
         with_actor = fuse if state is WorkerState.REWARD else role is not None and role.presence == "training"
         return Phase.WITH_ACTOR if with_actor else Phase.WITHOUT_ACTOR
 
     def beside(state: WorkerState) -> WorkerState | None:
-        is_overlapped = state is WorkerState.REWARD or (state.work == "score" and has_turns and fuse and not refills)
+        in_portions = has_turns and fuse and not refills and not apart
+        is_overlapped = state is WorkerState.REWARD or (state.work == "score" and in_portions)
         return WorkerState.GENERATION if is_overlapped else None
 
     waiting = {

@@ -13,6 +13,7 @@ from spmdrl.dataflow.stages.update import Learner
 from spmdrl.nouns.batch import TokenTerms
 from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.timeline import Timeline
+from spmdrl.resources.rank_sets import RankSets
 
 Stage = Callable[[Samples], object]
 """The work of a worker state. Collective: every rank calls it at the same place of a step."""
@@ -38,9 +39,11 @@ class Stages:
 
     def __init__(
         self, slots: Sequence[Slot], stages: Mapping[WorkerState, Stage], timeline: Timeline, at_end: AtStageEnd, *,
-        hooks: list[StageHook], attempts: Attempts | None = None,
+        hooks: list[StageHook], sets: RankSets, attempts: Attempts | None = None,
     ):  # fmt: skip
-        """`attempts` yields before each generation of a step; without it, a step generates once.
+        """`stages` has the states of this rank, which one of `sets` shares with it.
+
+        `attempts` yields before each generation of a step; without it, a step generates once.
 
         `at_end(step, stage)` is called at each stage's end, to record held memory.
         """
@@ -49,15 +52,17 @@ class Stages:
         self._stages = stages
         self._timeline = timeline
         self._at_end = at_end
+        self._sets = sets
         self._attempts = attempts
 
     def run(self, phase: Phase, samples: Samples) -> None:
-        """Run the slots of a phase, in their order. Collective."""
+        """Run the slots of a phase, in their order. Collective over the ranks that have their states."""
         attempts = self._attempts if phase is Phase.GENERATION else None
         for _ in (None,) if attempts is None else attempts(samples):
             for slot in self._slots:
-                if slot.phase is phase:
-                    with self._stage(slot.state, samples):
+                members = self._sets.generation if slot.state.is_of_generation else self._sets.update
+                if slot.phase is phase and members.is_member:
+                    with members.alone(), self._stage(slot.state, samples):
                         self._stages[slot.state](samples)
 
     @contextmanager

@@ -8,10 +8,11 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
-from spmdrl.engines.generation.frozen_generator import FrozenGenerator
+from spmdrl.engines.generation.idle_engine import IdleEngine, IdleIteratorEngine
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
-from spmdrl.engines.models.hf.model_folder import compute_dtype
+from spmdrl.engines.models.decoder import DecoderConfig
+from spmdrl.engines.models.hf.model_folder import compute_dtype, parameter_shapes
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
@@ -20,8 +21,8 @@ from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.layout import GenerationLayout
-from spmdrl.resources.memory import MemoryLedger, Owner
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
+from spmdrl.resources.rank_sets import RankSet, RankSets
 from spmdrl.resources.world import World
 
 
@@ -37,7 +38,8 @@ class Replica:
 
         Strided, so that a file sorted by difficulty or length is spread evenly.
         """
-        return range(self.mesh.replica, num_prompts, len(self.mesh.replicas))
+        replica = self.mesh.replica
+        return range(0) if replica is None else range(replica, num_prompts, len(self.mesh.replicas))
 
 
 def groups_at_once(config: Config, num_groups: int, group_size: int) -> dict[str, int]:
@@ -48,20 +50,38 @@ def groups_at_once(config: Config, num_groups: int, group_size: int) -> dict[str
     return {"num_groups": num_groups, "group_size": group_size}
 
 
-def build_replica(config: Config, source: ModelSource, world: World, layout: GenerationLayout) -> Replica:
-    """Build the mesh of a checked layout and this rank's engine, asleep. Collective over all ranks."""
+def build_replica(
+    config: Config, source: ModelSource, world: World, layout: GenerationLayout, members: RankSet | None = None
+) -> Replica:
+    """Build the mesh of a checked layout and this rank's engine, asleep. Collective over all ranks.
+
+    Only `members` generate, by default all ranks; the others get an idle engine.
+    """
     is_vllm = generation_engine_name(config.rollout, world.device.kind) == "vllm"
     if is_vllm:
         check_vllm(config)
         check_vllm_computes(source.folder, source.decoder)
-    mesh = build_generation_mesh(layout, world.device, world.size, world.rank)
+    ranks = range(world.size) if members is None else members.ranks
+    mesh = build_generation_mesh(layout, world.device, len(ranks), world.rank, first=ranks[0])
+    if world.rank not in ranks:
+        shapes = parameter_shapes(_decoder_of_engine(source, merges=is_vllm))
+        return Replica(IdleIteratorEngine(shapes) if is_vllm else IdleEngine(shapes), mesh)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)
 
 
-def build_policys_replica(checked: CheckedRun, source: ModelSource, world: World) -> Replica:
-    """Return the policy's replica, placed to minimise missing weights. Collective."""
+def build_policys_replica(
+    checked: CheckedRun, source: ModelSource, world: World, sets: RankSets | None = None
+) -> Replica:
+    """Return the policy's replica, placed to minimise missing weights. Collective.
+
+    With `sets`, only one of them generates.
+    """
     config, layout = checked.config, checked.config.resources.generation
+    if sets is not None and sets.are_apart:
+        # No rank has any.
+        layout = replace(layout, tensor_stride=layout.tensor_stride or 1)
+        return build_replica(config, source, world, layout, sets.generation)
     # vLLM takes consecutive ranks.
     if generation_engine_name(config.rollout, world.device.kind) == "native":
         table = parameter_table(source.decoder)
@@ -86,28 +106,6 @@ def load_replica(config: Config, source: ModelSource, world: World, console: Con
     return replica
 
 
-def build_frozen_generator(
-    config: Config, source: ModelSource, world: World, ledger: MemoryLedger, *,
-    mesh: GenerationMesh, owner: Owner, kv_cache_gib: float,
-) -> FrozenGenerator:  # fmt: skip
-    """Return a native engine with this rank's weights from the source's files, asleep, with the given cache size."""
-    from spmdrl.engines.generation.native.native_engine import NativeEngine
-
-    device = world.device
-    rollout = replace(
-        config.rollout, stop=(), engine_kwargs={}, cuda_graphs=False,
-        kv_cache_gib=None if device.is_cpu else kv_cache_gib,
-    )  # fmt: skip
-    dtype = compute_dtype(config.model, device.kind)
-    text = _text_arguments(rollout, source)
-    engine = NativeEngine(source.decoder, rollout, device.torch_device, dtype, mesh=mesh, **text)
-    files, asleep = source.weights(), engine.wake_weights(())
-    weights = {
-        name: files.read(wanted).to(asleep[name].dtype).contiguous() for name, wanted in engine.weight_slices().items()
-    }
-    return FrozenGenerator(engine, weights, device, ledger, owner)
-
-
 def generation_engine_name(config: RolloutConfig, device_kind: str) -> str:
     """Resolve `rollout.engine: auto`: vLLM if it is installed and there is an accelerator."""
     if config.engine != "auto":
@@ -122,7 +120,7 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
     from spmdrl.engines.generation.vllm_engine import VllmEngine
 
     dtype = compute_dtype(config.model, world.device.kind)
-    device, text = world.device.torch_device, _text_arguments(config.rollout, source)
+    device, text = world.device.torch_device, text_arguments(config.rollout, source)
     return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, **text)
 
 
@@ -134,14 +132,18 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     # A run that only generates may have a dense model with any training options.
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
-    device, text = world.device.torch_device, _text_arguments(config.rollout, source)
+    device, text = world.device.torch_device, text_arguments(config.rollout, source)
+    return NativeEngine(_decoder_of_engine(source), config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
+
+
+def _decoder_of_engine(source: ModelSource, *, merges: bool = False) -> DecoderConfig:
+    """Return the model that an engine holds: without adapters, where they are merged into its weights."""
     decoder = source.decoder
-    if decoder.lora is not None and decoder.lora.merge:
-        decoder = replace(decoder, lora=None)
-    return NativeEngine(decoder, config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
+    merges = merges or (decoder.lora is not None and decoder.lora.merge)
+    return replace(decoder, lora=None) if merges else decoder
 
 
-def _text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]:
+def text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]:
     """Return the engines' tokenizer arguments: decoding, if some text ends a response, and ids of no token."""
     tokenizer = ModelTokenizer(source.folder)
     without_token = tokenizer.ids_without_token(source.decoder.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import CRITIC, POLICY, Role
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.training_config import RoutingConfig
-from spmdrl.resources.mesh import UpdateMesh, build_update_mesh
+from spmdrl.resources.mesh import UpdateMesh, join_update_mesh
 from spmdrl.resources.world import World
 
 TRAINER = "trainer"
@@ -161,32 +161,37 @@ class ModelsAlone:
             model.read_from(folder)
 
 
-def saved_state(config: CheckpointConfig, models: RoleModels, *others: Savable) -> Savable:
-    """Return the state of checkpoints: the saved models, and `others`."""
+def saved_state(
+    config: CheckpointConfig, models: RoleModels, *others: Savable, where: Callable[[Savable], Savable] | None = None
+) -> Savable:
+    """Return the state of checkpoints: the saved models, and `others`.
+
+    `where` restricts the models' part to the ranks that train, if others only generate.
+    """
     saved = [model for role, model in models.items() if role.checkpoint is not None]
-    return ModelsAlone(saved) if config.model_only else SavedParts(*saved, *others)
+    part = ModelsAlone(saved) if config.model_only else SavedParts(*saved)
+    of_models = part if where is None else where(part)
+    return of_models if config.model_only else SavedParts(of_models, *others)
 
 
 def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World) -> RoleModels:
-    """Return the models of a run, each cut by its layout, with the weights of their sources. Collective."""
+    """Return the models of a run, each cut by its layout, with the weights of their sources. Collective.
+
+    Ranks beyond the layout, which only generate, have none.
+    """
     layouts = {role: checked.layout_of(role) for role in sources}
     # Roles with the same layout share its process groups.
-    meshes = {layout: build_update_mesh(layout, world.device, world.rank) for layout in dict.fromkeys(layouts.values())}
+    meshes = {layout: join_update_mesh(layout, world.device, world.rank) for layout in dict.fromkeys(layouts.values())}
     config = checked.config
     saved_dtype = model_dtype(config.checkpoint, compute_dtype(config.model, world.device.kind))
     chat_template = config.data.template.own_template()
-    return {
-        role: RoleModel(
-            role,
-            _build_trainer(checked, role, source, meshes[layouts[role]], world),
-            source,
-            world,
-            saved_dtype,
-            chat_template,
-        )  # fmt: skip
-        for role, source in sources.items()
-        if role.engine == "training"
-    }
+    models = {}
+    for role, source in sources.items():
+        mesh = meshes[layouts[role]]
+        if role.engine == "training" and mesh is not None:
+            trainer = _build_trainer(checked, role, source, mesh, world)
+            models[role] = RoleModel(role, trainer, source, world, saved_dtype, chat_template)
+    return models
 
 
 def _build_trainer(

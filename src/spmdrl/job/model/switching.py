@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 
+import torch
+
 from spmdrl.config.config import Config
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.resharding.flow import ReshardingFlow, ReshardStats
 from spmdrl.dataflow.resharding.probe import Probe, default_tolerance, exempt_share, probe_rows
+from spmdrl.dataflow.resharding.push import WeightPush
+from spmdrl.engines.models.hf.model_folder import compute_dtype
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import Replica
-from spmdrl.job.model.role_models import RoleModel, RoleModels
+from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.roles import POLICY, Role
@@ -19,6 +25,7 @@ from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.observability.timeline import Moved
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, peak_resident_bytes, resident_bytes
+from spmdrl.resources.rank_sets import RankSets
 
 PromptAt = Callable[[int], Prompt]
 """Prompt at a position of an endless sequence, the same on every rank."""
@@ -28,8 +35,9 @@ class Switching:
     """Switch of the models between update and generation. Its methods are collective over all ranks."""
 
     def __init__(
-        self, flow: ReshardingFlow, ledger: MemoryLedger, logs: RunLogs, device: Device, probe: Probe | None = None
-    ):
+        self, flow: ReshardingFlow | WeightPush, ledger: MemoryLedger, logs: RunLogs, device: Device,
+        probe: Probe | None = None,
+    ):  # fmt: skip
         """Without a probe, as with `reshard.probe_tokens: 0`, only moved data is checked."""
         self._flow = flow
         self.ledger = ledger
@@ -155,37 +163,44 @@ class Switching:
 
 
 def build_switching(
-    config: Config, logs: RunLogs, models: RoleModels, replica: Replica, stack: ExitStack, *,
-    num_rows: int, prompt_at: PromptAt,
+    config: Config, logs: RunLogs, models: RoleModels, replica: Replica, source: ModelSource, stack: ExitStack, *,
+    num_rows: int, prompt_at: PromptAt, sets: RankSets | None = None,
 ) -> Switching:  # fmt: skip
     """Return the switch of these models, closed with the stack, and probed with its step's prompts. Collective.
 
-    `num_rows` counts the rows that all replicas together generate at once.
+    `source` is the policy's. `num_rows` counts the rows that all replicas together generate at once.
     """
-    ledger = MemoryLedger()
+    ledger, device = MemoryLedger(), logs.world.device
     trainers = {role: model.trainer for role, model in models.items()}
+    dtype = compute_dtype(config.model, device.kind)
+    probe = _probe(config, trainers.get(POLICY), replica, source, prompt_at, dtype, sets)
+    if sets is not None and sets.are_apart:
+        push = WeightPush(logs.world, sets, trainers, replica.engine, config.reshard, ledger, dtype)
+        return Switching(push, ledger, logs, device, probe)
     residence = decide_residence(config, logs.world, trainers, replica, num_rows=num_rows)
     folder = swap_folder(config)
     announce(residence, folder, logs)
     flow = ReshardingFlow(logs.world, trainers, replica.engine, config.reshard, ledger, folder, swaps=residence.swaps)
     stack.callback(flow.close)
-    return Switching(flow, ledger, logs, logs.world.device, _probe(config, models[POLICY], replica, prompt_at))
+    return Switching(flow, ledger, logs, device, probe)
 
 
-def _probe(config: Config, policy: RoleModel, replica: Replica, prompt_at: PromptAt) -> Probe | None:
+def _probe(
+    config: Config, trainer: TrainingEngine | None, replica: Replica, source: ModelSource, prompt_at: PromptAt,
+    dtype: torch.dtype, sets: RankSets | None,
+) -> Probe | None:  # fmt: skip
     """Return the comparison of both sides on a step's first prompts, or None with `reshard.probe_tokens: 0`."""
     num_tokens, tolerance = config.reshard.probe_tokens, config.reshard.probe_tolerance
     if num_tokens == 0:
         return None
-    dtype = policy.trainer.compute_dtype
     if tolerance is None:
         tolerance = default_tolerance(dtype)
-    exempt = exempt_share(dtype, has_experts=policy.source.decoder.moe is not None)
+    exempt = exempt_share(dtype, has_experts=source.decoder.moe is not None)
     # An engine that rates prompts beside generating needs a position for a token after them.
-    longest = policy.source.decoder.max_positions - 1
+    longest = source.decoder.max_positions - 1
 
     def rows_of_step(step: int) -> list[list[int]]:
         positions = count(max(step - 1, 0) * config.rollout.prompts_per_step)
         return probe_rows((prompt_at(position).prompt_ids for position in positions), num_tokens, longest)
 
-    return Probe(policy.trainer, replica.engine, rows_of_step, tolerance=tolerance, exempt_share=exempt)
+    return Probe(trainer, replica.engine, rows_of_step, tolerance=tolerance, exempt_share=exempt, sets=sets)

@@ -47,7 +47,7 @@ class Rollout:
         `swaps` is set if the training state is away during generation.
         """
         config, generation = checked.config, self.generation
-        if generation.turns is not None and scores and not pending.rules.num_refills:
+        if generation.turns is not None and scores and not pending.rules.num_refills and not generation.waits:
             portions = build_portions(
                 config.dock.portions, scores, generation.mesh, logs.timeline, logs.console.note,
                 fuse=config.dock.fuse, swaps=swaps, timeout_seconds=logs.world.timeout_seconds,
@@ -72,9 +72,12 @@ class Rollout:
 
 def build_rollout(
     checked: CheckedRun, logs: RunLogs, prepared: Prepared, replica: Replica, stack: ExitStack,
-    saved_steps: Callable[[], Sequence[int]],
+    saved_steps: Callable[[], Sequence[int]], *, is_first: bool, waits: bool,
 ) -> Rollout:  # fmt: skip
-    """Start the processes of rewards and environments, which are closed with the stack. Collective."""
+    """Start the processes of rewards and environments, which are closed with the stack.
+
+    Collective over the ranks that generate, one of which is the first; with `waits` others train meanwhile.
+    """
     config, world, tokenizer, strikes = checked.config, logs.world, prepared.tokenizer, Strikes()
     with logs.console.doing("starting the rewards"):
         pool = stack.enter_context(RewardPool(config.reward, strikes=strikes))
@@ -82,11 +85,12 @@ def build_rollout(
     if config.environment.key is not None and config.checkpoint.interval and replica.mesh.is_leader:
         journal = Journal(logs.folder, world.rank, logs.start_step, saved_steps)
     turns = turns_of(config, prepared, replica, world.device.torch_device, stack, strikes, journal)
-    quarantine = Quarantine(strikes, logs.folder, is_main=world.is_main, start_step=logs.start_step)
+    quarantine = Quarantine(strikes, logs.folder, is_main=is_first, start_step=logs.start_step)
     reward = RewardStage(pool, config.reward, tokenizer.decode, logs.recorder, logs.timeline, quarantine)
     generation = GenerationStage(
         engine=replica.engine, mesh=replica.mesh, sampling=config.rollout.sampling(tokenizer.stop_token_ids),
         seed=config.seed, listeners=[reward], recorder=logs.recorder, turns=turns,
+        waits=waits,
     )  # fmt: skip
     return Rollout(pool, generation, reward)
 
@@ -113,6 +117,7 @@ def check_rollouts(checked: CheckedRun) -> None:
             f"train.updates_per_step is {train.updates_per_step}, but a step has rollout.prompts_per_step = "
             f"{rollout.prompts_per_step} prompts, which can't be split so often; lower train.updates_per_step"
         )
+    _check_sets(checked)
     if rollout.num_generations < algorithm.min_responses:
         raise ValueError(
             f"rollout.num_generations is {rollout.num_generations}, but {config.algo.name} compares the responses to "
@@ -162,4 +167,29 @@ def check_rollouts(checked: CheckedRun) -> None:
         raise ValueError(
             f"train.routing.replay is rollout, but the files of debug.{key} hold no experts; set train.routing.replay "
             f"to none or leave out debug.{key}"
+        )
+
+
+def _check_sets(checked: CheckedRun) -> None:
+    """Raise ValueError for options that ranks which only generate, or only train, can't serve."""
+    config, num_generating = checked.config, checked.config.resources.ranks.generation
+    if num_generating == 0:
+        if config.rollout.lag:
+            raise ValueError(
+                f"rollout.lag is {config.rollout.lag}, but every rank trains and generates in turn, so that nothing "
+                "could be generated meanwhile; set resources.ranks.generation to a number of ranks, or rollout.lag to 0"
+            )
+        return
+    refused = {
+        f"rollout.partial_max_rounds is {config.rollout.partial_max_rounds}": config.rollout.partial_max_rounds > 1,
+        f"algo.max_refills is {checked.algorithm.max_refills}": checked.algorithm.max_refills > 0,
+        "there is a reward.judge": config.reward.judge is not None,
+        "checkpoint.keep_rollouts is true": config.checkpoint.keep_rollouts,
+        "debug.rollouts_from is set": config.debug.rollouts_from is not None,
+        "debug.rollouts_to is set": config.debug.rollouts_to is not None,
+    }
+    if conflict := next(filter(refused.get, refused), None):
+        raise ValueError(
+            f"resources.ranks.generation is {num_generating}, but {conflict}, which needs every rank to train and to "
+            "generate so far; set resources.ranks.generation to 0, or change that"
         )

@@ -51,12 +51,12 @@ class RowDigests:
 class RowRecords:
     """File of this rank with a line per step; the oldest are dropped beyond 64 MiB per rank."""
 
-    def __init__(self, folder: Path, world: World, mesh: UpdateMesh, *, last_step: int):
-        """Drop records after `last_step`: it will be repeated."""
+    def __init__(self, folder: Path, world: World, mesh: UpdateMesh | None, *, last_step: int):
+        """Drop records after `last_step`: it will be repeated. Ranks that don't train have no mesh."""
         self._world = world
         # One of the ranks with the same rows and tokens writes; a pipeline's losses come from its last stage.
-        self._is_writer = mesh.tensor.rank == mesh.context.rank == 0
-        self._is_first_stage = mesh.pipeline.rank == 0
+        self._is_writer = mesh is not None and mesh.tensor.rank == mesh.context.rank == 0
+        self._is_first_stage = mesh is not None and mesh.pipeline.rank == 0
         self._fields: dict[str, Any] = {}
         self._rewards: tuple[Tensor, Tensor] = (torch.empty(0, dtype=torch.int64), torch.empty(0))
         for path in (folder / FOLDER).glob("rank_*.jsonl"):

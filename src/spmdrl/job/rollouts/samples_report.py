@@ -102,13 +102,17 @@ class SamplesReport(StageHook):
             self._texts[token] = self._decode([token])
         return self._texts[token]
 
-    def count(self, accounting: Accounting) -> None:
-        """Record how many rows were trained, dropped, deferred or left pending, and the bytes that this rank moved."""
+    def count(self, accounting: Accounting | None) -> None:
+        """Record how many rows were trained, dropped, deferred or left pending, and the bytes that this rank moved.
+
+        Ranks that only generate don't know the first.
+        """
         recorder = self._logs.recorder
-        recorder.mean("dock/trained", accounting.num_trained)
-        recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))
-        recorder.mean("dock/deferred", accounting.num_deferred)
-        recorder.mean("dock/pending", accounting.num_pending)
+        if accounting is not None:
+            recorder.mean("dock/trained", accounting.num_trained)
+            recorder.mean("dock/dropped", sum(accounting.num_dropped.values()))
+            recorder.mean("dock/deferred", accounting.num_deferred)
+            recorder.mean("dock/pending", accounting.num_pending)
         volume = self._dock.volume
         moved = volume.since(self._volume)
         self._volume = volume.copy()
@@ -126,7 +130,8 @@ def build_report(
     checked: CheckedRun, logs: RunLogs, models: RoleModels, dock: TransferDock, decode: DecodeTokens, stack: ExitStack
 ) -> SamplesReport:
     """Return the report of a run that continues after `logs.start_step`; its records are closed with the stack."""
-    config, mesh = checked.config, models[POLICY].trainer.mesh
+    config, policy = checked.config, models.get(POLICY)
+    mesh = None if policy is None else policy.trainer.mesh
     records = stack.enter_context(RowRecords(logs.folder, logs.world, mesh, last_step=logs.start_step))
     shown = ShownRows(config.log.samples_per_step, records)
     logs.add_to_summary(

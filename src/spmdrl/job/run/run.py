@@ -86,6 +86,7 @@ class Run:
             self.folder, self.world, self.console, config=config.log,
             tracked=tracked_run(config.run, config.log, self.checked.resolved_config),
             last_step=point.record.step if point else -1, is_logged=not self._record.unlogged,
+            sets=dict.fromkeys(self.checked.sets_of(self.world.size)),
         )  # fmt: skip
         self.checkpoints = Checkpoints(admitted.store, state, self.logs, point)
         self.has_begun = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.nouns.settings.log_config import LogConfig
@@ -28,11 +28,12 @@ class RunLogs:
 
     def __init__(
         self, folder: Path, world: World, console: Console, *, config: LogConfig, tracked: TrackedRun, last_step: int,
-        is_logged: bool = True,
+        is_logged: bool = True, sets: Collection[range] = (),
     ):  # fmt: skip
         """Open the files, and drop logs after `last_step`: it will be repeated.
 
-        The metrics of `last_step` itself are still to come unless it `is_logged`.
+        The metrics of `last_step` itself are still to come unless it `is_logged`. Ranks of different `sets` aren't
+        compared with each other.
         """
         self.folder = folder
         self.world = world
@@ -47,7 +48,7 @@ class RunLogs:
         self.timeline = Timeline(timeline_file(folder, world.rank), world.rank, shown=console.stage)
         self.timeline.truncate_after(last_step)
         self._health = HealthWatch()
-        self._slow_ranks = SlowRanks()
+        self._slow_ranks, self._sets = SlowRanks(), sets
         self._metrics: MetricsLog | None = None
         self._samples: SamplesLog | None = None
         if world.is_main:
@@ -79,10 +80,11 @@ class RunLogs:
         metrics, self.notice = merge(tables), notices[0]
         seconds_by_rank = [json.loads(one) for one in times]
         if self.world.size > 1:
-            metrics["perf/slowest_rank_ratio"] = max(ratios(seconds_by_rank))
+            metrics["perf/slowest_rank_ratio"] = max(ratios(seconds_by_rank, self._sets))
         metrics |= self._rates(metrics)
         metrics |= counts_so_far(metrics, before)
-        warnings = [*self._health.warnings(step, metrics), *self._slow_ranks.warnings(step, seconds_by_rank)]
+        slow = self._slow_ranks.warnings(step, seconds_by_rank, self._sets)
+        warnings = [*self._health.warnings(step, metrics), *slow]
         if warnings:
             metrics["log/warnings"] = len(warnings)
         if self._metrics is not None:

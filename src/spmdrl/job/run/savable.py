@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites
+from spmdrl.resources.rank_sets import RankSet
 
 
 class Savable(Protocol):
@@ -35,3 +36,20 @@ class SavedParts:
         """Restore all parts."""
         for part in self._parts:
             part.read_from(folder)
+
+
+class OfMembers:
+    """State of the ranks of a set, which write it by collectives of their own."""
+
+    def __init__(self, members: RankSet, part: Savable):
+        self._members = members
+        self._part = part
+
+    def write_to(self, folder: Path, writes: FileWrites) -> None:
+        if self._members.is_member:
+            with self._members.alone():
+                self._part.write_to(folder, writes)
+
+    def read_from(self, folder: Path) -> None:
+        if self._members.is_member:
+            self._part.read_from(folder)

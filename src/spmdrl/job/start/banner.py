@@ -43,8 +43,11 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     device, generation = world.device, config.resources.generation
     threads = torch.get_num_threads()
     name = f"cpu, {threads} thread{'s'[: threads > 1]} each" if device.is_cpu else device.module.get_device_name()
-    replicas = world.size // generation.tensor
+    updating, generating = checked.sets_of(world.size)
+    replicas = len(generating) // generation.tensor
     update = "whole on each rank" if str(checked.layout) == "1" else str(checked.layout)
+    if updating != generating:
+        update += f", on ranks {updating[0]} to {updating[-1]}"
     update += "".join(f", {role.name} {layout}" for role, layout in checked.own_layouts.items())
     judge = "" if str(checked.judge_layout) == "1" else f", judge {checked.judge_layout}"
     cut = "" if str(generation) == "1" else f"{generation} x "

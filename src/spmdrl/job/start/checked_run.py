@@ -104,7 +104,12 @@ class CheckedRun:
         return schedule(
             self.needs, {state: self.role_of(state) for state in self.needs}, fuse=self.config.dock.fuse,
             refills=bool(self.algorithm.max_refills), has_turns=self.config.environment.key is not None,
+            apart=self.config.resources.ranks.generation > 0,
         )  # fmt: skip
+
+    def sets_of(self, num_ranks: int) -> tuple[range, range]:
+        """Return the ranks that train and those that generate, of a job of this many; in most runs all do both."""
+        return self.config.resources.ranks.split(num_ranks) if self.verb == "train" else (range(num_ranks),) * 2
 
     def layout_of(self, role: Role) -> UpdateLayout:
         """Return the layout of a model."""
@@ -136,7 +141,7 @@ def agreement_of(config: Config) -> Agreement:
     if not config.debug.batch_invariant:
         return "measured"
     # A response begun in an earlier step has log-probs of that step's weights.
-    return "used" if config.rollout.partial_max_rounds == 1 else "checked"
+    return "used" if config.rollout.partial_max_rounds == 1 and config.rollout.lag == 0 else "checked"
 
 
 def credit_settings_of(config: Config) -> CreditSettings:

@@ -49,7 +49,8 @@ def rank_bytes(
             cuts = [generation_slices(table, checked.judge_layout, rank) for rank in range(launch.world_size)]
             held[role.weights] = _most_elements(cuts) * computed
             continue
-        slices = [update_slices(table, checked.layout_of(role), rank) for rank in range(launch.world_size)]
+        layout = checked.layout_of(role)
+        slices = [update_slices(table, layout, rank) for rank in range(layout.num_ranks)]
         if role.optimizer is None:
             held[role.weights] = _most_elements(slices) * computed
             continue
@@ -62,7 +63,8 @@ def rank_bytes(
         held[role.optimizer] = num_trained * _OPTIMIZER_BYTES
     if checked.offline is None or (checked.verb == "sft" and checked.eval_rows):
         held["generation_weights"] = _most_elements(_generated(checked, policy, launch, device_kind)) * computed
-        held["kv_cache"] = bytes_of(*_cache_blocks(checked, policy, launch.world_size, device_kind))
+        num_generating = len(checked.sets_of(launch.world_size)[1])
+        held["kv_cache"] = bytes_of(*_cache_blocks(checked, policy, num_generating, device_kind))
     return held
 
 
@@ -74,8 +76,11 @@ def _generated(
     if lora is not None and (lora.merge or generation_engine_name(config.rollout, device_kind) == "vllm"):
         policy = replace(policy, lora=None)
     table = parameter_table(policy)
-    layout = fitted_stride(table, checked.layout, config.resources.generation, launch.local_world_size)
-    return [generation_slices(table, layout, rank) for rank in range(launch.world_size)]
+    updating, generating = checked.sets_of(launch.world_size)
+    layout = config.resources.generation
+    if updating == generating:
+        layout = fitted_stride(table, checked.layout, layout, launch.local_world_size)
+    return [generation_slices(table, layout, place) for place in range(len(generating))]
 
 
 def _kept_bytes(checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnvironment, device_kind: str) -> int:
@@ -129,7 +134,8 @@ def needed_bytes(checked: CheckedRun, prepared: Prepared, launch: LaunchEnvironm
     if checked.config.rollout.kv_cache_gib is None:
         owners.pop("kv_cache", None)
     phases = _phases(owners, checked, prepared, launch, device_kind)
-    return sum(phases) if checked.config.reshard.swap == "never" else max(phases)
+    updating, generating = checked.sets_of(launch.world_size)
+    return sum(phases) if checked.config.reshard.swap == "never" and updating == generating else max(phases)
 
 
 def _decoders(prepared: Prepared) -> dict[Role, DecoderConfig]:
@@ -142,7 +148,7 @@ def _phases(
     """Return bytes for update and generation, of those that `owners` hold."""
     generating = owners.get("generation_weights", 0) + owners.get("kv_cache", 0)
     updating = sum(owners.values()) - generating
-    if updating and generating:
+    if updating and generating and len(set(checked.sets_of(launch.world_size))) == 1:
         updating += _kept_bytes(checked, prepared.source.decoder, launch, device_kind)
     return updating, generating
 
@@ -160,7 +166,8 @@ def estimate_lines(
     yield f"model: {count(num_elements)} parameters ({num_elements}), computed in {dtype} on {device_kind}{lora}"
     named = {owner: f"{owner.replace('_', ' ')} {bytes_text(size)}" for owner, size in owners.items() if size}
     if "kv_cache" in owners:
-        blocks, sizes = _cache_blocks(checked, decoders[POLICY], launch.world_size, device_kind)
+        num_generating = len(checked.sets_of(launch.world_size)[1])
+        blocks, sizes = _cache_blocks(checked, decoders[POLICY], num_generating, device_kind)
         pools = (f"{num} {_noun(kind, rollout.block_size)}" for num, kind in zip(blocks, sizes, strict=True))
         named["kv_cache"] += f" ({', '.join(pools)})"
     yield f"bytes per rank, at most: {', '.join(named.values())}"

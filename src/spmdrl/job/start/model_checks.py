@@ -208,9 +208,18 @@ def with_own_layouts(checked: CheckedRun) -> CheckedRun:
 
 def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_here: bool) -> UpdateLayout:
     """Return the update layout of a job, which its model fits; without `is_here`, devices needn't be here."""
-    layout = fit_update_layout(config.resources.update, launch.world_size)
-    check_generation_layout(config.resources.generation, launch.world_size)
     is_trained = verb in TRAINED
+    updating = generating = range(launch.world_size)
+    if verb == "train":
+        updating, generating = config.resources.ranks.split(launch.world_size)
+    per_node = launch.local_world_size
+    if updating != generating and launch.num_nodes > 1 and len(generating) % per_node:
+        raise ValueError(
+            f"resources.ranks.generation is {len(generating)}, but each of the job's {launch.num_nodes} nodes has "
+            f"{per_node} ranks, which all train or all generate; set it to a multiple of {per_node}"
+        )
+    layout = fit_update_layout(config.resources.update, len(updating))
+    check_generation_layout(config.resources.generation, len(generating))
     device = find_device(config.resources.device, launch.device_index) if is_here else None
     if (decoder := decoder_at_hand(config)) is not None:
         check_generation_cuts(decoder, config.resources.generation)

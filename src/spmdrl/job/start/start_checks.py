@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config
@@ -14,6 +15,7 @@ from spmdrl.job.run.best_checkpoint import check_best
 from spmdrl.job.start.checked_rows import with_rows
 from spmdrl.job.start.checked_run import ON_PAIRS, TRAINED, CheckedRun, Verb, check_credit, check_judge, states_of
 from spmdrl.job.start.model_checks import check_head_is_trained, checked_layout, with_own_layouts
+from spmdrl.resources.layout import fit_update_layout
 from spmdrl.runtime.launch import LaunchEnvironment, read_launch_environment
 from spmdrl.runtime.screen import waiting
 
@@ -22,6 +24,23 @@ def _check_steps(checked: CheckedRun) -> None:
     if checked.num_steps < 1:
         key = f"{checked.section}.max_steps"
         raise ValueError(f"{key} is 0, so the {checked.verb} verb has nothing to do; set it to the number of steps")
+
+
+def _with_correction(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:
+    """Return the config with truncated importance sampling if responses come from earlier weights.
+
+    Asynchronous runs need one (NeMo-RL requires it; AReaL's decoupled PPO, arXiv:2505.24298, is the same weight without
+    a bound). An algorithm that compares with the generator already, or with whole pairs, takes none.
+    """
+    config = loaded.value
+    if config.rollout.lag == 0 or loaded.origin.get("algo.rollout_is") != "default":
+        return loaded
+    try:
+        algo = replace(config.algo, rollout_is="tis")
+    except ValueError:
+        return loaded
+    origin = {**loaded.origin, "algo.rollout_is": "default with rollout.lag"}
+    return replace(loaded, value=replace(config, algo=algo), origin=origin)
 
 
 Check = Callable[[CheckedRun], CheckedRun | None]
@@ -48,6 +67,7 @@ def check_run(
 
     `prompts` replace the rows of `data.eval`. `launch` is another job to check for, instead of this one.
     """
+    loaded = _with_correction(loaded)
     config, own = loaded.value, read_launch_environment(os.environ)
     with start_up(), waiting("checking settings and data", enabled=own.rank == 0):
         layout = checked_layout(config, verb, launch or own, is_here=launch is None)
@@ -60,3 +80,8 @@ def check_run(
             if verb in verbs:
                 checked = check(checked) or checked
     return checked
+
+
+def over_all_ranks(checked: CheckedRun, num_ranks: int) -> CheckedRun:
+    """Return the run with its update layout over all ranks. Raises ValueError if it doesn't fit them."""
+    return replace(checked, layout=fit_update_layout(checked.config.resources.update, num_ranks))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 ContextKind = Literal["ring", "ulysses"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -82,3 +84,24 @@ class GenerationLayout:
         """Return the degrees that are in use, such as `tensor 2 x expert 4`."""
         parts = [f"{name} {getattr(self, name)}" for name in ("tensor", "expert") if getattr(self, name) != 1]
         return " x ".join(parts) or "1"
+
+
+@dataclass(frozen=True)
+class RankSetsConfig:
+    """Sets of ranks that do one part of a step's work each."""
+
+    generation: Annotated[int, Ge(0)] = 0
+    """number of ranks, the last of the job, that only generate and reward, while the others only train; 0: every rank
+    does both"""
+
+    def split(self, num_ranks: int) -> tuple[range, range]:
+        """Return the ranks that train and those that generate. Raises ValueError if none would train."""
+        if self.generation == 0:
+            return range(num_ranks), range(num_ranks)
+        if self.generation >= num_ranks:
+            raise ValueError(
+                f"resources.ranks.generation is {self.generation}, but the job has {num_ranks} "
+                f"rank{'s'[: num_ranks > 1]}, and one at least must train; lower it, or start more ranks"
+            )
+        first = num_ranks - self.generation
+        return range(first), range(first, num_ranks)

@@ -49,6 +49,9 @@ class RolloutConfig:
     partial_extra_prompts: int | None = None
     """prompts in progress beyond prompts_per_step if responses may take several steps, so that a step needn't wait for
     the longest; null: half of prompts_per_step"""
+    lag: Annotated[int, Ge(0)] = 0
+    """number of steps between the weights that generate a step's responses and those that it trains: while ranks train
+    one step, those of resources.ranks.generation generate a later one; 0: a step's own weights generate"""
     max_completion_length: Annotated[int, Ge(1)] = 256
     """largest number of tokens in a response, an environment's included"""
     temperature: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0

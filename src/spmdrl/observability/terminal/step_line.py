@@ -13,6 +13,7 @@ MISSING = "-"
 # Short names of stages in step order; time in stages without one is `other`.
 STAGE_NAMES = {state.value: state.short_name for state in WorkerState} | {
     "inference": "lp", "resharding": "reshard", "probe": "probe", "evaluation": "eval",
+    "wait_for_generation": "idle-upd", "wait_for_update": "idle-gen",
 }  # fmt: skip
 OTHER = "other"
 # Fields of a terminal's line beside reward, loss and gradient norm, the most important first.

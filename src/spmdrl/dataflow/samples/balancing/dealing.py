@@ -73,11 +73,21 @@ class DealRules:
     """states in which one rank takes all remaining rows of a group"""
     shares_prompts: bool = False
     """True if a group's rows on one rank compute their prompt once"""
+    others: range | None = None
+    """ranks that take rows in states without groups; None: all"""
+
+    @property
+    def homes(self) -> Integers:
+        """Nodes that rows may live on, ascending: those whose ranks train."""
+        nodes = range(self.launch.num_nodes) if self.others is None else map(self.launch.node_of, self.others)
+        return np.unique(list(nodes))
 
     def takers(self, state: WorkerState) -> list[Taker]:
         """Return the ranks that take rows for a state, with their nodes."""
         groups, launch = self.row_groups.get(state), self.launch
-        ranks = range(launch.world_size) if groups is None else groups.leaders
+        ranks: Sequence[int] = range(launch.world_size) if self.others is None else self.others
+        if groups is not None:
+            ranks = groups.leaders
         return [Taker(rank, launch.node_of(rank)) for rank in ranks]
 
 
@@ -145,8 +155,10 @@ class Dealer:
         self._taker_of_group = np.concatenate([known[: groups.start], dealt, known[groups.stop :]])
         if not rules.locality:
             # The paper's placement: all nodes in turn.
-            return np.arange(groups.start, groups.stop) % rules.launch.num_nodes
-        return np.array([taker.node for taker in takers])[dealt]
+            return rules.homes[np.arange(groups.start, groups.stop) % rules.homes.size]
+        nodes = np.array([taker.node for taker in takers])[dealt]
+        # Rows that ranks on other nodes train on are stored there at once.
+        return np.where(np.isin(nodes, rules.homes), nodes, rules.homes[dealt % rules.homes.size])
 
     def deal_generation(self, rows: Integers) -> Shares:
         """Return ascending rows of whole groups for the ranks that generate them."""

@@ -33,15 +33,15 @@ class SeveralNodes:
     With locality, every rank has the prompts of all rows, which then never travel.
     """
 
-    def __init__(
-        self, own: Warehouse, volume: Volume, world: World, timeout_seconds: float, *, locality: bool, plain_tcp: bool
-    ):
-        self._own = own
+    def __init__(self, place: int, volume: Volume, world: World, remote: RemoteWarehouses, *, locality: bool):
+        """`remote` has this node's warehouse at `place`, and reaches those at the same place of other nodes."""
+        self._own = remote.own[place]
         self._volume = volume
         self._world = world
         self._everywhere = PROMPT_COLUMNS if locality else frozenset[str]()
-        self._exchange = Exchange(world.rank, timeout_seconds)
-        self._remote = RemoteWarehouses(own, world, timeout_seconds, plain_tcp=plain_tcp)
+        self._exchange = Exchange(world.rank, remote.timeout_seconds)
+        self._remote = remote
+        self._place = place
 
     def put(self, batch: Batch, catalogue: Catalogue) -> list[tuple[Batch, Place | None]]:
         """Store columns in their rows' homes, by a request if these are other nodes.
@@ -53,7 +53,7 @@ class SeveralNodes:
             here = np.flatnonzero(homes == home)
             part = batch if here.size == homes.size else batch.select(torch.from_numpy(here))
             is_own = home == self._world.node
-            parts.append((part, self._own.put(part) if is_own else self._remote.put(home, part)))
+            parts.append((part, self._own.put(part) if is_own else self._remote.put(home, self._place, part)))
             self._volume.count_put(Link.PROCESS if is_own else Link.CROSS_NODE, column_bytes(part))
         return parts
 
@@ -65,7 +65,7 @@ class SeveralNodes:
             if home == self._world.node:
                 parts.append(self._own.get(here, names, self._volume))
             else:
-                came = self._remote.get(home, torch.from_numpy(here), self._travelling(names))
+                came = self._remote.get(home, self._place, torch.from_numpy(here), self._travelling(names))
                 parts.append(self._received(came, names))
         return _joined(parts, names)
 
@@ -115,50 +115,53 @@ def _joined(parts: list[Batch], names: Iterable[str]) -> Batch:
 
 
 class RemoteWarehouses:
-    """Warehouses of other nodes. Construction and a graceful `leave` are collective over all ranks."""
+    """Warehouses of other nodes, in as many places as each has. Construction and a graceful `leave` are collective over
+    all ranks."""
 
-    def __init__(self, own: Warehouse, world: World, timeout_seconds: float, *, plain_tcp: bool = False):
+    def __init__(self, own: Sequence[Warehouse], world: World, timeout_seconds: float, *, plain_tcp: bool = False):
+        """`own` are this node's warehouses by place."""
+        self.own = own
         self._world = world
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._failed = False
-        global _hosted
-        _hosted = own
+        # Before others can reach this rank.
+        _hosted[:] = own
         join_rpc(_worker_name(world.rank), world, [remote_put, remote_get], timeout_seconds, plain_tcp=plain_tcp)
         self._joined = True
 
-    def put(self, warehouse: int, batch: Batch) -> Place | None:
+    def put(self, warehouse: int, place: int, batch: Batch) -> Place | None:
         """Store rows; returns their place in that node's memory, if its ranks share one."""
         what = f"to store {_columns_of_rows(batch.names, batch.rows)} in"
-        (place,) = self._call(warehouse, what, remote_put, pack(batch))
-        return Place(*place.tolist()) if place.numel() else None
+        (stored,) = self._call(warehouse, what, remote_put, pack(batch), torch.tensor(place))
+        return Place(*stored.tolist()) if stored.numel() else None
 
-    def get(self, warehouse: int, rows: Tensor, names: Sequence[str]) -> Batch:
+    def get(self, warehouse: int, place: int, rows: Tensor, names: Sequence[str]) -> Batch:
         """Return the named columns of the rows, in this order. Raises KeyError, naming a missing row and column."""
         columns = torch.tensor([column_number(name) for name in names], dtype=torch.int64)
-        (frame,) = self._call(warehouse, f"for {_columns_of_rows(names, rows)} from", remote_get, rows, columns)
+        what = f"for {_columns_of_rows(names, rows)} from"
+        (frame,) = self._call(warehouse, what, remote_get, rows, columns, torch.tensor(place))
         return read_frame(frame)
 
     def leave(self, *, graceful: bool) -> None:
         """Leave RPC; after a failed request, or if not `graceful`, without waiting for others."""
-        global _hosted
         try:
             if self._joined:
-                leave_rpc(self._world, graceful=graceful and not self._failed, timeout_seconds=self._timeout_seconds)
+                leave_rpc(self._world, graceful=graceful and not self._failed, timeout_seconds=self.timeout_seconds)
         finally:
             self._joined = False
-            _hosted = None
+            _hosted.clear()
 
     def _call(self, warehouse: int, what: str, function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
         """Run a remote function at a warehouse. Raises TimeoutError or ConnectionError if it can't."""
         host = self._world.launch.first_rank_of(warehouse)
         started = time.perf_counter()
         try:
-            answer = rpc.rpc_sync(_worker_name(host), function, tensors, timeout=self._timeout_seconds)
+            answer = rpc.rpc_sync(_worker_name(host), function, tensors, timeout=self.timeout_seconds)
         except RuntimeError as error:
             self._failed = True
             waited = f"rank {self._world.rank} waited {time.perf_counter() - started:.1f} s"
             who = f"{waited} {what} warehouse {warehouse} (rank {host})"
-            raise failure_of(who, error, self._timeout_seconds) from error
+            raise failure_of(who, error, self.timeout_seconds) from error
         refusal, text, tensors = answer
         if refusal:
             who = f"warehouse {warehouse} (rank {host}), requested by rank {self._world.rank}"
@@ -169,21 +172,22 @@ class RemoteWarehouses:
 # Remote functions: the closed list that other processes may run here. They get only ids and frames, and return (kind of
 # refusal, text, tensors), so that no exception object travels.
 
-_hosted: Warehouse | None = None
+_hosted: list[Warehouse] = []
+"""This node's warehouses by place."""
 _REFUSALS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
 
-def remote_put(frame: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Store the batch of this frame; returns its place in the node's memory."""
+def remote_put(frame: Tensor, place: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Store the batch of this frame in the warehouse at this place; returns where it is in the node's memory."""
 
     def put(warehouse: Warehouse) -> list[Tensor]:
         return [torch.tensor(warehouse.put(read_frame(frame)) or (), dtype=torch.int64)]
 
-    return _answered(put)
+    return _answered(put, place)
 
 
-def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
-    """Return the columns with these schema numbers of these rows, as a frame."""
+def remote_get(rows: Tensor, columns: Tensor, place: Tensor) -> tuple[str, str, list[Tensor]]:
+    """Return the columns with these schema numbers of these rows of the warehouse at this place, as a frame."""
 
     def get(warehouse: Warehouse) -> list[Tensor]:
         numbers = columns.tolist()
@@ -191,14 +195,15 @@ def remote_get(rows: Tensor, columns: Tensor) -> tuple[str, str, list[Tensor]]:
             raise ValueError(f"column numbers {numbers} are requested, but the schema has {len(RULES)} columns")
         return [pack(warehouse.get(rows, [RULES[number].name for number in numbers]))]
 
-    return _answered(get)
+    return _answered(get, place)
 
 
-def _answered(work: Callable[[Warehouse], list[Tensor]]) -> tuple[str, str, list[Tensor]]:
-    if _hosted is None:
-        return "ValueError", "no warehouse lives in this process", []
+def _answered(work: Callable[[Warehouse], list[Tensor]], place: Tensor) -> tuple[str, str, list[Tensor]]:
+    number = int(place)
+    if not 0 <= number < len(_hosted):
+        return "ValueError", f"{len(_hosted)} warehouses live in this process, none of them at place {number}", []
     try:
-        return "", "", work(_hosted)
+        return "", "", work(_hosted[number])
     except (KeyError, ValueError) as error:
         return "KeyError" if isinstance(error, KeyError) else "ValueError", str(error.args[0]), []
 

@@ -1,0 +1,189 @@
+"""Whole jobs with ranks that only generate: the same bits whatever takes long where, and after any end."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.bench.rollout.ahead_delays import delay_at_random
+from tests.job.test_stopping import STOPPED, ask_after_steps
+from tests.support.jobs import (
+    finished,
+    job_command,
+    metrics_of,
+    run_job,
+    tiny_config,
+    untimed,
+    weights_digest,
+)
+from tests.test_train import kill_after_step
+
+STEPS = 6
+APART = ["resources.ranks.generation=1", f"train.max_steps={STEPS}"]
+# Bytes that ranks exchange depend on the number of ranks.
+OF_RANKS = ("reshard/", "dock/", "perf/", "update/")
+
+
+def run(folder: Path, *settings: str, ranks: int = 2, **more: Any) -> list[dict[str, float]]:
+    config = tiny_config(folder.parent)
+    finished(run_job("train", config, f"run.dir={folder}", *settings, ranks=ranks, **more))
+    return untimed(metrics_of(folder))
+
+
+def without_bytes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics without the places of rows: those of a checkpoint come from the rank that read them."""
+    return [{name: value for name, value in step.items() if "bytes" not in name} for step in metrics]
+
+
+SPARSE = ["model.make.model_type=qwen3_moe", "model.make.num_experts=4", "model.make.num_experts_per_tok=2",
+          "model.make.moe_intermediate_size=32"]  # fmt: skip
+OPTIONS = {
+    "reference": ["algo.kl_coef=0.1"],
+    "critic": ["critic={}", "algo={name: ppo, kl_coef: 0.1}"],
+    "adapters": ["lora={rank: 4}", "train.updates_per_step=2"],
+    "merged adapters": ["lora={rank: 4, merge: true}"],
+    "replayed experts": [*SPARSE, "train.routing.replay=rollout"],
+    "environment": ["environment.function=calculator", "rollout.stop=['=']"],
+    "exact mode": ["debug.batch_invariant=true"],
+    "evaluations": ["data.eval=synthetic://addition?low=0&high=9&count=10&split=test", "eval.interval=2"],
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(more, id=name, marks=() if name == "reference" else pytest.mark.slow)
+        for name, more in OPTIONS.items()
+    ],
+)
+def test_two_sets_without_a_lag_have_the_bits_of_one_rank(tmp_path, settings):
+    settings = [*settings, f"train.max_steps={STEPS}"]
+    one = run(tmp_path / "one", *settings, ranks=1)
+    two = run(tmp_path / "two", *settings, *APART)
+    for alone, apart in zip(one, two, strict=True):
+        same = {name for name in alone if not name.startswith(OF_RANKS)}
+        assert {name: apart.get(name) for name in same} == {name: alone[name] for name in same}
+    assert weights_digest(tmp_path / "two", STEPS) == weights_digest(tmp_path / "one", STEPS)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_step_ahead_every_option_trains_rows_of_the_schedules_age(tmp_path, settings):
+    folder, lag = tmp_path / "run", ["rollout.lag=1", "checkpoint={interval: 3, keep_last: 9}"]
+    whole, digest = run(folder, *settings, *APART, *lag), weights_digest(tmp_path / "run", STEPS)
+    num_updates = whole[-1]["off_policy/max"]
+    assert num_updates >= 1 and whole[0]["off_policy/max"] == 0
+    assert all(step["off_policy/mean"] == step["off_policy/max"] == num_updates for step in whole[1:])
+    # As if it had been killed in step 4.
+    shutil.rmtree(folder / "checkpoints" / "step_000006")
+    assert without_bytes(run(folder, *settings, *APART, *lag)) == without_bytes(whole)
+    assert weights_digest(folder, STEPS) == digest
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("lag", "ranks", "seeds"),
+    [
+        pytest.param(1, 2, range(1), id="1"),
+        *(pytest.param(lag, ranks, range(3), id=f"{lag} {ranks}", marks=pytest.mark.slow)
+          for lag, ranks in ((1, 3), (2, 2), (4, 4))),
+    ],
+)  # fmt: skip
+def test_delays_at_every_kind_of_point_change_no_bit(tmp_path, lag, ranks, seeds):
+    settings = [*APART, f"resources.ranks.generation={ranks // 2}", f"rollout.lag={lag}"]
+    whole = run(tmp_path / "whole", *settings, ranks=ranks)
+    for step, metrics in enumerate(whole, start=1):
+        # The weights before step 1 are version 0, and each step makes the next.
+        age = step - 1 - max(0, step - 1 - lag)
+        assert (metrics["off_policy/mean"], metrics["off_policy/max"]) == (age, age)
+        assert metrics["dock/trained"] + metrics["dock/dropped"] == 32
+    for seed in seeds:
+        folder = tmp_path / f"delayed{seed}"
+        assert run(folder, *settings, ranks=ranks, prepare=partial(delay_at_random, seed)) == whole
+        assert weights_digest(folder, STEPS) == weights_digest(tmp_path / "whole", STEPS)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "generating", "ranks_per_node"), [(3, 2, 1), pytest.param(4, 2, 2, marks=pytest.mark.slow)]
+)
+def test_sets_on_nodes_of_their_own_have_the_bits_of_one_node(tmp_path, ranks, generating, ranks_per_node):
+    settings = [*APART, f"resources.ranks.generation={generating}", "rollout.lag=1", "checkpoint.interval=2"]
+    here = run(tmp_path / "here", *settings, ranks=ranks)
+    folder, apart = tmp_path / "nodes", {"ranks": ranks, "ranks_per_node": ranks_per_node}
+    there = run(folder, *settings, **apart)
+    assert without_bytes(there) == without_bytes(here)
+    assert sum(step["dock/bytes_cross_node"] for step in there) > 0
+    assert weights_digest(folder, STEPS) == weights_digest(tmp_path / "here", STEPS)
+    # As if it had been killed in step 5.
+    shutil.rmtree(folder / "checkpoints" / "step_000006")
+    assert without_bytes(run(folder, *settings, **apart)) == without_bytes(here)
+    assert weights_digest(folder, STEPS) == weights_digest(tmp_path / "here", STEPS)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lag", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_resumed_run_trains_the_rows_that_were_generated_ahead(tmp_path, lag):
+    folder, settings = tmp_path / "run", [*APART, f"rollout.lag={lag}", "checkpoint={interval: 2, keep_last: 9}"]
+    whole, digest = run(folder, *settings), weights_digest(tmp_path / "run", STEPS)
+    ahead = folder / "checkpoints" / "step_000004" / "ahead"
+    assert sorted(path.name for path in ahead.iterdir()) == [str(step) for step in range(5, min(5 + lag, STEPS + 1))]
+    # As if it had been killed in step 5.
+    shutil.rmtree(folder / "checkpoints" / "step_000006")
+    assert without_bytes(run(folder, *settings)) == without_bytes(whole)
+    assert weights_digest(folder, STEPS) == digest
+    # With all ranks together the run goes on from the same step, with fresh responses.
+    shutil.rmtree(folder / "checkpoints" / "step_000006")
+    again = run(folder, f"train.max_steps={STEPS}")
+    assert [step["off_policy/max"] for step in again[4:]] == [0, 0]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path, step):
+    settings = [*APART, "rollout.lag=1", "checkpoint.interval=1", "train.max_steps=12"]
+    whole = run(tmp_path / "whole", *settings)
+    config, folder = tiny_config(tmp_path), tmp_path / "killed"
+    command = job_command("train", config, f"run.dir={folder}", *settings, ranks=2)
+    kill_after_step(command, folder, step=step)
+    assert without_bytes(run(folder, *settings)) == without_bytes(whole)
+    assert weights_digest(folder, 12) == weights_digest(tmp_path / "whole", 12)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_requested_stop_ends_the_run_at_a_meeting(tmp_path):
+    settings = [*APART, "rollout.lag=1", "train.max_steps=30"]
+    whole, folder = run(tmp_path / "whole", *settings), tmp_path / "stopped"
+    ask, config = partial(ask_after_steps, folder / "metrics.jsonl", 3), tiny_config(tmp_path)
+    stopped = run_job("train", config, f"run.dir={folder}", *settings, ranks=2, prepare=ask)
+    assert stopped.returncode == STOPPED, stopped.stderr
+    num_done = len(metrics_of(folder))
+    assert 3 <= num_done < 30
+    assert (folder / "checkpoints" / f"step_{num_done:06d}" / "ahead" / f"{num_done + 1}").is_dir()
+    assert without_bytes(run(folder, *settings)) == without_bytes(whole)
+    assert weights_digest(folder, 30) == weights_digest(tmp_path / "whole", 30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "reason"),
+    [
+        (["rollout.lag=1"], 1, "rollout.lag is 1, but every rank trains and generates in turn"),
+        (["resources.ranks.generation=1"], 1, "resources.ranks.generation is 1, but the job has 1 rank, and one at"),
+        (["resources.ranks.generation=1", "checkpoint.keep_rollouts=true"], 2, "but checkpoint.keep_rollouts is true"),
+        (["resources.ranks.generation=1", "rollout.partial_max_rounds=2"], 2, "but rollout.partial_max_rounds is 2"),
+        (["resources.ranks.generation=1", "--nodes=2"], 4, "but each of the job's 2 nodes has 2 ranks, which all"),
+        (["resources.ranks.generation=2", "resources.generation.tensor=2"], 3, ""),
+        (["resources.ranks.generation=1", "resources.generation.tensor=2"], 3, "tensor 2 does not divide"),
+    ],
+)
+def test_what_sets_cannot_serve_is_refused_by_name(tmp_path, settings, ranks, reason):
+    ended = run_job("check", tiny_config(tmp_path), f"run.dir={tmp_path}/run", f"--ranks={ranks}", *settings)
+    assert (ended.returncode == 0) == (not reason), ended.stderr
+    assert reason in ended.stderr
