@@ -35,6 +35,7 @@ class Bench(Protocol):
 # The module of each bench below this package. Most bring torch with them: only the one that runs is imported.
 BENCHES = {
     "accelerator": "accelerator.accelerator_bench",
+    "ahead": "rollout.ahead",
     "algorithms": "learning.algorithms_bench",
     "balance": "samples.balance_bench",
     "checkpoints": "training.checkpoint_waits",

@@ -16,7 +16,7 @@ from spmdrl.runtime.screen import show
 from tests.bench.faults import checkpoint_faults, disturbed_jobs, lost_nodes, row_faults, weight_faults
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.kills import killed_jobs, resumed_jobs
-from tests.bench.faults.kills.random_kills import PLAN_IF_SHORT, Plan, random_kills
+from tests.bench.faults.kills.random_kills import KINDS, PLAN_IF_SHORT, Plan, random_kills
 from tests.bench.faults.poisoned_rewards import poisons
 from tests.bench.faults.watched import hung_jobs, interrupted_switch, slow_jobs, stopped_jobs, stuck_tools
 from tests.bench.harness.bench_table import BenchTable
@@ -27,7 +27,8 @@ _MOST_SHOWN = 5
 def _promises(arguments: argparse.Namespace) -> Mapping[str, Callable[[Path], list[Tally]]]:
     """What each promise is tried by; short ones leave out most injections."""
     short, part, hangs = arguments.short, _part_of(arguments.part), arguments.hangs
-    plan = PLAN_IF_SHORT if short else Plan(arguments.kills, arguments.seed)
+    kinds = [KINDS[name] for name in arguments.kinds or KINDS]
+    plan = PLAN_IF_SHORT if short else Plan(arguments.kills, arguments.seed, kinds=kinds)
     return {
         "R1": lambda root: killed_jobs.kills(root, is_short=short, part=part),
         "R2": lambda root: [
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--short", action="store_true", help="a few injections of each kind, in minutes")
     parser.add_argument("--hangs", type=int, default=200, help="of R2, beside half as many runs that don't hang")
     parser.add_argument("--kills", type=int, default=420, help="number of SIGKILLs at random moments (default 420)")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), metavar="KIND", help=f"of jobs: {', '.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments of these kills")
     parser.add_argument(
         "--part",
