@@ -29,7 +29,8 @@ OF_RANKS = ("reshard/", "dock/", "perf/", "update/")
 
 def run(folder: Path, *settings: str, ranks: int = 2, **more: Any) -> list[dict[str, float]]:
     config = tiny_config(folder.parent)
-    finished(run_job("train", config, f"run.dir={folder}", *settings, ranks=ranks, **more))
+    job = finished(run_job("train", config, f"run.dir={folder}", *settings, ranks=ranks, **more))
+    (folder.parent / "screen").write_text(job.stdout)
     return untimed(metrics_of(folder))
 
 
@@ -102,6 +103,7 @@ def test_delays_at_every_kind_of_point_change_no_bit(tmp_path, lag, ranks, seeds
         age = step - 1 - max(0, step - 1 - lag)
         assert (metrics["off_policy/mean"], metrics["off_policy/max"]) == (age, age)
         assert metrics["dock/trained"] + metrics["dock/dropped"] == 32
+    assert "ranks that train waited" in (tmp_path / "screen").read_text()
     for seed in seeds:
         folder = tmp_path / f"delayed{seed}"
         assert run(folder, *settings, ranks=ranks, prepare=partial(delay_at_random, seed)) == whole

@@ -47,6 +47,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
             except StopAgreed as agreed:
                 abandon_step(training, agreed.reason)
             run.finish(**training.held_out.summary())
+            if balance := training.rollouts.balance():
+                run.console.note(f"  sets       {balance}")
             answer = command_of("generate", f"model.path={run.folder}", "prompt='...'")
             run.console.note(f"  next       {answer}")
     return 0

@@ -200,8 +200,12 @@ def _left_of(mark: str) -> list[int]:
     return left
 
 
-def outcome_of(run: Path) -> dict[str, Any]:
-    """What two runs have alike that made the same of the same rows: all that steps go on with, rows and metrics."""
+def outcome_of(run: Path, unlike: str = " ") -> dict[str, Any]:
+    """What two runs have alike that made the same of the same rows: all that steps go on with, rows and metrics.
+
+    Metrics that the pattern `unlike` matches are left out.
+    """
+    left_out = re.compile(f"{_MEASURED.pattern}|{unlike}")
     newest = max((run / "checkpoints").glob("step_*"))
     files = [path for path in newest.rglob("*") if path.is_file() and path.name not in _OF_THE_RUN]
     files = [path for path in files if path.parent.name != "model" or path.suffix == ".safetensors"]
@@ -213,7 +217,7 @@ def outcome_of(run: Path) -> dict[str, Any]:
         else None,
         "digests of rows": {path.name: path.read_text().splitlines() for path in run.glob("rows/rank_*.jsonl")},
         "state": {str(path.relative_to(newest)): _sha256(path) for path in files},
-        "metrics": [{name: step[name] for name in step if not _MEASURED.match(name)} for step in lines],
+        "metrics": [{name: step[name] for name in step if not left_out.match(name)} for step in lines],
     }
 
 

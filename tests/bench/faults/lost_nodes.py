@@ -25,7 +25,6 @@ from tests.bench.harness.bench_ranks import launch_variables
 from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 from tests.support.jobs import torchrun_script
 
-_NUM_NODES = 4
 _LINK_BYTES_PER_SECOND = 1e8
 _LIMIT_SECONDS = 8.0
 # As docs/launching.md has it; a checkpoint may take three times the limit.
@@ -66,33 +65,61 @@ class _Launched:
         return next((line for line in reversed(lines) if line.startswith("spmdrl: ")), "")
 
 
+@dataclass(frozen=True)
+class _Scenario:
+    """A job on so many nodes, and the cuts: each with the stage of rank 0 that is made long enough for it."""
+
+    name: str
+    num_nodes: int
+    settings: Sequence[str]
+    cuts: Sequence[tuple[int, str]]
+    unlike: str = " "
+    """pattern of metrics that may differ after a resume"""
+
+
+_ALIKE = _Scenario("all train and generate", 4, (), _CUTS)
+_IF_SHORT = _Scenario("all train and generate", 2, (), _CUTS[-1:])
+_APART = _Scenario(
+    "two of which only generate", 3, ("resources.ranks.generation=2", "rollout.lag=1"),
+    ((2, "backward"), (0, "optim"), (1, "advantage")), unlike="dock/.*bytes",
+)  # fmt: skip
+
+
 def lost_nodes(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tally]:
     """Cut nodes off, one per job, or one of two; where this system has no namespaces, nothing is tried."""
-    num_nodes, cuts = (2, _CUTS[-1:]) if is_short else (_NUM_NODES, _CUTS)
+    if reason := refusal():
+        return [Tally("nodes", f"not tried: {reason}")]
+    tallies = []
+    for number, scenario in enumerate((_IF_SHORT,) if is_short else (_ALIKE, _APART)):
+        folder = root / f"{number}"
+        folder.mkdir()
+        tallies += _tried(folder, scenario, part)
+    return tallies
+
+
+def _tried(root: Path, scenario: _Scenario, part: tuple[int, int]) -> list[Tally]:
+    num_nodes, (number, count) = scenario.num_nodes, part
     stopped, named, finished = (
-        Tally("nodes", f"link of one of {num_nodes} nodes cut: {what}")
+        Tally("nodes", f"link of one of {num_nodes} nodes cut, {scenario.name}: {what}")
         for what in (
             f"all launchers end within {_MOST_SECONDS:g} s",
             "each of the other nodes names it, and it what it lost",
             "link back, same command",
         )
     )
-    if reason := refusal():
-        return [Tally("nodes", f"not tried: {reason}")]
-    number, count = part
-    jobs = FaultJobs(root, num_nodes, *_SETTINGS)
+    jobs = FaultJobs(root, num_nodes, *_SETTINGS, *scenario.settings)
     with emulated_nodes(num_nodes, _LINK_BYTES_PER_SECOND) as nodes:
         # Without launchers of its own, which would take most of the time.
         if not jobs.start("whole", prepare=partial(_enter, nodes)).end().is_done:
             raise RuntimeError(f"the undisturbed run failed: {root / 'whole.screen'}")
-        whole = outcome_of(root / "whole")
-        for lost, stage in cuts[number::count]:
+        whole = outcome_of(root / "whole", unlike=scenario.unlike)
+        for lost, stage in scenario.cuts[number::count]:
             name = f"cut_{lost}_{stage}"
             _cut_off(nodes, jobs, name, lost, stage, stopped, named)
             with finished.timed(name) as problems:
                 screen = _run_to_end(nodes, jobs, name)
                 is_resumed = "resumed from" in screen
-                problem = difference(whole, outcome_of(root / name))
+                problem = difference(whole, outcome_of(root / name, unlike=scenario.unlike))
                 problems += [problem] if problem else ([] if is_resumed else ["it began anew"])
     return [stopped, named, finished]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from spmdrl.observability.jsonl import read_jsonl
 from tests.bench.faults.fault_jobs import FaultJobs, TimedKill, difference, outcome_of
@@ -124,7 +122,7 @@ class _Cell:
             )
         self._run_seconds = sum(step["time/step"] for step in metrics)
         self._start_seconds = time.perf_counter() - started - self._run_seconds
-        self._outcome = self._outcome_of(whole)
+        self._outcome = outcome_of(whole, unlike=kind.unlike)
 
     def kill(self, num_kills: int, after: AfterKill) -> Tally:
         """So many kills in as many runs as they take; a run that ends before its next kill has had fewer."""
@@ -149,17 +147,15 @@ class _Cell:
         end = self._jobs.run(name)
         seconds = time.perf_counter() - started
         problem = problem or ("" if end.is_done else end.screen[-1000:])
-        problem = problem or difference(self._outcome, self._outcome_of(folder)) or lost_or_doubled(folder)
+        problem = (
+            problem
+            or difference(self._outcome, outcome_of(folder, unlike=self._kind.unlike))
+            or lost_or_doubled(folder)
+        )
         for kill in killed:
             self._tally.count(seconds, f"{kill}: {problem}" if problem else None)
         if not problem:
             shutil.rmtree(folder)
-
-    def _outcome_of(self, folder: Path) -> dict[str, Any]:
-        outcome = outcome_of(folder)
-        steps = outcome["metrics"]
-        alike = [{name: step[name] for name in step if not re.match(self._kind.unlike, name)} for step in steps]
-        return {**outcome, "metrics": alike}
 
     def _moment(self, num_kills: int) -> TimedKill:
         rank = self._random.randrange(self._jobs.num_ranks)
