@@ -173,6 +173,17 @@ def test_a_requested_stop_ends_the_run_at_a_meeting(tmp_path):
     assert weights_digest(folder, 30) == weights_digest(tmp_path / "whole", 30)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_step_is_replayed_in_one_process_unless_it_was_generated_ahead(tmp_path, lag):
+    folder = tmp_path / "run"
+    run(folder, *APART, f"rollout.lag={lag}", "checkpoint={interval: 1, keep_last: 9}")
+    again = run_job("replay", folder, "--step=3", "--row=0", "--row=31")
+    assert (again.returncode == 0) == (lag == 0), again.stdout + again.stderr
+    assert ("rollout.lag is 1" in again.stderr) == (lag == 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "reason"),
     [

@@ -18,7 +18,7 @@ from spmdrl.job.run.resuming import RUN_FILE, read_record, resolved_config_until
 from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.summary import read_summary
-from spmdrl.resources.layout import GenerationLayout, UpdateLayout
+from spmdrl.resources.layout import GenerationLayout, RankSetsConfig, UpdateLayout
 
 _UNTIL = re.compile(re.escape(resolved_config_until(0)).replace("000000", r"(\d+)"))
 
@@ -88,12 +88,19 @@ def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) 
             "which responses a step leaves to the next one depends on its replicas, so one process trains on other "
             "rows; runs of one rank can be replayed, and those with rollout.partial_max_rounds 1"
         )
+    if config.rollout.lag:
+        raise ConfigError(
+            f"rollout.lag is {config.rollout.lag}: a step's responses come from weights of an earlier step than those "
+            "that it trains, and a checkpoint holds only one of them; runs with rollout.lag 0 can be replayed"
+        )
     whole: dict[str, Any] = {name: replace(section, layout=None) for name, section in config.beside.items()}
     of_reward = {"model": whole.pop("reward_model", None), "judge": whole.pop("judge", None)}
     made = _model_at_start(plan.run)
     value = replace(
         config,
-        resources=replace(config.resources, update=UpdateLayout(), generation=GenerationLayout()),
+        resources=replace(
+            config.resources, update=UpdateLayout(), generation=GenerationLayout(), ranks=RankSetsConfig()
+        ),
         reward=replace(config.reward, **of_reward),
         **whole,
         run=replace(config.run, dir=str(folder)),
