@@ -17,8 +17,6 @@ from tests.bench.memory.memory_plot import memory_svg
 from tests.bench.memory.memory_ranks import Look, WatchedStep, watch_step
 
 MIB = 1 << 20
-# glibc would keep freed blocks of up to 32 MiB in its heap, so that residence wouldn't show what is in use.
-_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
 _AWAY = ("update_weights", "optimizer")
 
 Phases = Mapping[str, Sequence[Look]]
@@ -37,7 +35,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     curves = {}
     for name, swap in (("swap", True), ("no swap", False)):
         step = WatchedStep(arguments.layers, arguments.rows, arguments.length, swap)
-        curves[name] = BenchRanks(arguments.ranks, variables=_VARIABLES).call(watch_step, step)[0]
+        curves[name] = BenchRanks(arguments.ranks, start_method="forkserver").call(watch_step, step)[0]
     if arguments.plot is not None:
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
         arguments.plot.write_text(memory_svg(curves))

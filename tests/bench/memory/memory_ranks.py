@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import threading
 import time
@@ -31,6 +32,17 @@ from spmdrl.resources.world import World
 from tests.bench.harness.bench_models import qwen3
 
 _SECONDS_BETWEEN_LOOKS = 0.01
+# Numbers of glibc's header malloc.h.
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1 << 18
+
+
+def give_freed_blocks_back() -> None:
+    """Let glibc return each large block that is freed, as residence wouldn't show what is in use otherwise.
+
+    It would keep those of up to 32 MiB in its heap.
+    """
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES) == 1
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,7 @@ def _likelihood(scores: Scores, micro: MicroBatch) -> LossTerms:
 
 def watch_step(world: World, settings: WatchedStep) -> dict[str, list[Look]]:
     """What this rank held in each phase of a step, after a first one that is not counted. Collective."""
+    give_freed_blocks_back()
     idle = resident_bytes()
     with tempfile.TemporaryDirectory() as folder:
         step = StepOfOneRank(world, settings, Path(folder))
