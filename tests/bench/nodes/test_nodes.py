@@ -101,7 +101,8 @@ def test_where_nodes_cant_be_emulated_the_bench_says_why_and_fails(monkeypatch: 
 @pytest.mark.ranks
 def test_ranks_on_two_nodes_keep_their_rows_but_with_locality_off():
     with emulated_nodes(2, 3e8) as two:
-        measured = BenchRanks(2, nodes=two).call(measure_variants, FlowTask(AT_ONCE, 1, INTERFACE))
+        ranks = BenchRanks(2, nodes=two, start_method="forkserver")
+        measured = ranks.call(measure_variants, FlowTask(AT_ONCE, 1, INTERFACE))
     rows = nodes.summarize({2: measured})
     shares = {str(row["variant"]): float(str(row["cross_node_share"])) for row in rows}
     assert shares["dock"] < 0.3 < shares["dock, locality off"]
@@ -114,4 +115,4 @@ def test_ranks_on_two_nodes_keep_their_rows_but_with_locality_off():
 @pytest.mark.ranks
 def test_a_rank_that_fails_ends_the_others_and_is_quoted():
     with emulated_nodes(2, 3e8) as two, pytest.raises(RuntimeError, match="no interface no_such_link"):
-        BenchRanks(2, nodes=two).call(measure_variants, FlowTask(AT_ONCE, 1, "no_such_link"))
+        BenchRanks(2, nodes=two, start_method="forkserver").call(measure_variants, FlowTask(AT_ONCE, 1, "no_such_link"))

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 
 
 def _measure_dock(shapes: Mapping[str, Rows], task: StoreTask) -> dict[str, DockFigures]:
-    shares = BenchRanks(2).call(measure_dock, task, shapes)
+    shares = BenchRanks(2, start_method="forkserver").call(measure_dock, task, shapes)
     return {
         shape: DockFigures.of([share[shape] for share in shares], rows, task.warm_up) for shape, rows in shapes.items()
     }
