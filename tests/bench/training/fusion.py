@@ -3,7 +3,8 @@
 Two cases on a model with random weights, each with a reference and a pass for old log-probs, fused and unfused in turn:
 
     reward   a reward function sleeps 50 ms for each response
-    tool     an environment sleeps 0.2 to 2 s for each of its answers; rows take 1 to 3, both by the row's seed
+    tool     an environment sleeps a tenth of --answer-seconds or more, up to all of them, for each of its answers; rows
+             take 1 to 3, both by the row's seed
 
 Waits are those of the unfused order: for rewards from the end of generation until the last has come, for tools whenever
 no row can be decoded. Hideable is what other work could fill of them in the best order. For rewards that is the passes
@@ -49,7 +50,7 @@ class Slow:
     def step(self, episode: Episode):
         if len(episode.turns) > random.Random(episode.seed).randint(1, 3):
             return End()
-        time.sleep(random.Random(f"{episode.seed} {len(episode.turns)}").uniform(0.2, 2.0))
+        time.sleep(random.Random(f"{episode.seed} {len(episode.turns)}").uniform(SECONDS / 10, SECONDS))
         return Observation(str(episode.seed % 100))
 """
 
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=192, help="of the model, which has 6 layers")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step, with 4 responses each")
     parser.add_argument("--length", type=int, default=56, help="most tokens of a response")
+    parser.add_argument("--answer-seconds", type=float, default=2.0, help="the longest wait for a tool's answer")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run, the first of which is not counted")
     parser.add_argument("--rounds", type=int, default=3, help="how often all run in turn")
 
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
         folder = Path(name)
         (folder / "slow_reward.py").write_text(_REWARD)
-        (folder / "slow_tool.py").write_text(_TOOL)
+        (folder / "slow_tool.py").write_text(_TOOL.replace("SECONDS", str(arguments.answer_seconds)))
         runs = {
             (case, fuse): functools.partial(_train, arguments, folder, case=case, fuse=fuse)
             for case in arguments.cases

@@ -14,7 +14,7 @@ from tests.bench.__main__ import main
 def test_the_fusion_bench_compares_both_orders_in_one_run(tmp_path, capsys):
     out = tmp_path / "out.json"
     sizes = ["--cases", "tool", "--width", "16", "--prompts", "2", "--length", "24", "--steps", "2", "--rounds", "1"]
-    assert main(["fusion", *sizes, "--json", str(out)]) == 0
+    assert main(["fusion", *sizes, "--answer-seconds", "0.8", "--json", str(out)]) == 0
     assert "hidden_share" in capsys.readouterr().out
     content = json.loads(out.read_text())
     rows = {row["case"]: row for row in content["rows"]}
