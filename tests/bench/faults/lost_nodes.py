@@ -109,19 +109,28 @@ def _tried(root: Path, scenario: _Scenario, part: tuple[int, int]) -> list[Tally
     )
     jobs = FaultJobs(root, num_nodes, *_SETTINGS, *scenario.settings)
     with emulated_nodes(num_nodes, _LINK_BYTES_PER_SECOND) as nodes:
-        # Without launchers of its own, which would take most of the time.
-        if not jobs.start("whole", prepare=partial(_enter, nodes)).end().is_done:
-            raise RuntimeError(f"the undisturbed run failed: {root / 'whole.screen'}")
+        _run_without_launchers(nodes, jobs, "whole")
         whole = outcome_of(root / "whole", unlike=scenario.unlike)
         for lost, stage in scenario.cuts[number::count]:
             name = f"cut_{lost}_{stage}"
             _cut_off(nodes, jobs, name, lost, stage, stopped, named)
             with finished.timed(name) as problems:
-                screen = _run_to_end(nodes, jobs, name)
+                screen = (_run_without_launchers if scenario is _IF_SHORT else _run_to_end)(nodes, jobs, name)
                 is_resumed = "resumed from" in screen
                 problem = difference(whole, outcome_of(root / name, unlike=scenario.unlike))
                 problems += [problem] if problem else ([] if is_resumed else ["it began anew"])
     return [stopped, named, finished]
+
+
+def _run_without_launchers(nodes: Sequence[Node], jobs: FaultJobs, name: str) -> str:
+    """Run a job whose ranks start at once: launchers would take most of the time. Returns what its ranks print.
+
+    Raises RuntimeError where a rank fails.
+    """
+    end = jobs.start(name, prepare=partial(_enter, nodes)).end()
+    if not end.is_done:
+        raise RuntimeError(f"{name} ended with {end.codes}: {end.screen[-2000:]}")
+    return end.screen
 
 
 def _enter(nodes: Sequence[Node]) -> None:
