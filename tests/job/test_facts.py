@@ -167,10 +167,14 @@ def test_every_key_of_the_schema_has_another_valid_value(config):
 def refused_one_by_one(world: World, config: Path, changed: dict[str, Change]) -> list[tuple[str, str, float]]:
     """For each key, what this rank is refused with where rank 1 has another value, and after how many seconds."""
     rows = check_run(load_config([config], []), "train").train_rows
+
+    @cache
+    def facts_with(*overrides: str) -> dict[str, str]:
+        return start_facts(load_config([config], overrides).value, "train", rows)
+
     outcomes = []
     for key, change in changed.items():
-        loaded = load_config([config], [*change.both, *(change.one if world.rank == 1 else [])])
-        facts = start_facts(loaded.value, "train", rows)
+        facts = facts_with(*change.both, *(change.one if world.rank == 1 else []))
         started, told = time.monotonic(), ""
         try:
             meet(PrefixStore(f"trial/{key}", world.store), world.launch, facts, timeout_seconds=20)

@@ -16,7 +16,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from tests.support.jobs import ROOT, environment, tiny_config
+from tests.support.ranks import HOST, rank_environment
 
 PACKAGE = "spmdrl"
 # What people start: everything else must be reached from here.
@@ -48,6 +51,9 @@ def watch(frame, event, argument):
         threads.update((thread.ident, thread.name) for thread in threading.enumerate())
     if in_loop and event == "call" and not code.co_name.startswith("<"):
         seen.add(code.co_filename.rpartition("/spmdrl/")[2])
+
+# Imported before, as watching makes it slow, and nothing in it is ours.
+import tensordict, torch, torch.distributed.fsdp, torch.distributed.rpc, transformers
 
 threading.setprofile(watch)
 sys.setprofile(watch)
@@ -229,15 +235,19 @@ def what_runs(package: Path, num_ranks: int) -> tuple[list[str], list[str]]:
     """The files whose functions run in the loop of a small job on rank 0, and its Python threads there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         (folder / "job.py").write_text(FILES_OF_A_STEP)
         command = [
-            sys.executable, *(launcher if num_ranks > 1 else []), str(folder / "job.py"),
-            "train", str(tiny_config(folder)), f"run.dir={folder / 'run'}",
+            sys.executable, str(folder / "job.py"), "train", str(tiny_config(folder)), f"run.dir={folder / 'run'}",
             "train.max_steps=2", "checkpoint.interval=0", str(folder / "rank"),
         ]  # fmt: skip
-        env = environment(PYTHONPATH=str(package.parent))
-        subprocess.run(command, check=True, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
+        ranks = []
+        for rank in range(num_ranks):
+            own = rank_environment(rank, num_ranks, num_ranks, store.port) if num_ranks > 1 else {}
+            env = environment(**own, PYTHONPATH=str(package.parent))
+            ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL))
+        if any(codes := [rank.wait() for rank in ranks]):
+            raise RuntimeError(f"ranks ended with {codes}")
         files, threads = json.loads((folder / "rank0").read_text())
         return files, threads
 
