@@ -66,16 +66,17 @@ def write_references(world: World, cases: Sequence[LayoutCase], folder: Path) ->
         _write_reference(case.config, mesh, world.device, case.reference_path(folder))
 
 
-def compare_cases(world: World, cases: Sequence[LayoutCase], folder: Path) -> list[LayoutErrors]:
-    """What this rank finds of each case; all of them have one mesh. Collective over all ranks."""
-    mesh = with_own_groups(build_update_mesh(cases[0].layout, world.device, world.rank))
+def compare_cases(world: World, meshes: Sequence[Sequence[LayoutCase]], folder: Path) -> list[LayoutErrors]:
+    """What this rank finds of each case, given by meshes. Collective over all ranks."""
     found = []
-    for case in cases:
-        try:
-            own_mesh = replace(mesh, layout=case.layout)
-            found.append(_compare(case.config, own_mesh, world.device, case.reference_path(folder)))
-        except Exception as error:
-            raise RuntimeError(f"{case.model} failed under {case.layout}: {error}") from error
+    for cases in meshes:
+        mesh = with_own_groups(build_update_mesh(cases[0].layout, world.device, world.rank))
+        for case in cases:
+            try:
+                own_mesh = replace(mesh, layout=case.layout)
+                found.append(_compare(case.config, own_mesh, world.device, case.reference_path(folder)))
+            except Exception as error:
+                raise RuntimeError(f"{case.model} failed under {case.layout}: {error}") from error
     return found
 
 

@@ -29,6 +29,7 @@ LARGEST_ERROR = 1e-5
 _ERRORS = ("loss_error", "gradient_error", "weight_error")
 _CHUNKS = {"gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
 """Chunks a rank of the schedules other than 1f1b."""
+_MESHES_OF_RANKS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,12 +104,13 @@ def run_cases(cases: Sequence[LayoutCase], num_ranks: int) -> dict[LayoutCase, L
         folder = Path(name)
         alone = list({case.reference_path(folder): case for case in cases}.values())
         BenchRanks(1, start_method="forkserver").call(write_references, alone, folder)
-        # Ranks don't outlive their mesh, because PyTorch remembers meshes, and with them process groups that would be
-        # closed. They take longer to start than tiny models to train: one set of ranks for all cases of a mesh.
-        for _, group in itertools.groupby(sorted(cases, key=by_degrees), key=by_degrees):
-            of_mesh = list(group)
-            by_rank = BenchRanks(num_ranks, start_method="forkserver").call(compare_cases, of_mesh, folder)
-            for case, found in zip(of_mesh, zip(*by_rank, strict=True), strict=True):
+        # Ranks take longer to start than tiny models to train: one set of them for the cases of several meshes, but not
+        # for all, as no mesh is closed before its ranks end.
+        meshes = [list(group) for _, group in itertools.groupby(sorted(cases, key=by_degrees), key=by_degrees)]
+        for first in range(0, len(meshes), _MESHES_OF_RANKS):
+            some = meshes[first : first + _MESHES_OF_RANKS]
+            by_rank = BenchRanks(num_ranks, start_method="forkserver").call(compare_cases, some, folder)
+            for case, found in zip(itertools.chain(*some), zip(*by_rank, strict=True), strict=True):
                 errors[case] = functools.reduce(operator.or_, found)
     return errors
 

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     found = {}
     for layout in layouts:
         task = ReshardTask(model, layout, arguments.dtype, bucket_bytes, arguments.rounds)
-        found[layout] = BenchRanks(arguments.ranks).call(measure_resharding, task)
+        found[layout] = BenchRanks(arguments.ranks, start_method="forkserver").call(measure_resharding, task)
     ratios = ratios_of(found, bucket_bytes)
     rows = [row for layout, ranks in found.items() for row in _rows(layout, ranks, bucket_bytes)]
     model = (
