@@ -389,7 +389,8 @@ def test_a_session_with_a_clock_is_asked_once_wherever_the_job_is_killed(tmp_pat
     tool.write_text(IMPURE)
 
     def settings(name: str) -> list[str]:
-        return [f"run.dir={tmp_path / name}", f"environment.function={tool}:Clock", *LONG, "log.samples_per_step=32"]
+        own = [f"run.dir={tmp_path / name}", f"environment.function={tool}:Clock", "rollout.prompts_per_step=4"]
+        return [*own, *LONG, "log.samples_per_step=16"]
 
     killed = settings("killed")
     # While rows decode and others wait for their return, in a call, while a checkpoint is saved, and in an update.
@@ -408,7 +409,7 @@ def test_a_session_with_a_clock_is_asked_once_wherever_the_job_is_killed(tmp_pat
         (untimed(metrics_of(run)), samples_of(run), weights_digest(run, 4))
         for run in (tmp_path / "killed", tmp_path / "whole")
     ]
-    assert found[0] == found[1] and len(found[0][1]) == 4 * 32
+    assert found[0] == found[1] and len(found[0][1]) == 4 * 16
 
 
 REMEMBERING = """
@@ -626,7 +627,7 @@ def test_a_template_without_earlier_thoughts_trains_on_what_it_writes(tmp_path, 
 @pytest.mark.slow
 def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
     pytest.importorskip("aiohttp")
-    settings = [*agents(tmp_path, "run", "FILE:failing"), "environment.open_timeout_seconds=8"]
+    settings = [*agents(tmp_path, "run", "FILE:failing"), "environment.open_timeout_seconds=5"]
     finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=2", "reward.max_error_rate=1"))
     for step in metrics_of(tmp_path / "run"):
         ends = {name: step[f"environment/ends/{name}"] for name in ("crashed", "timed_out", "ended")}
@@ -640,16 +641,16 @@ def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
 def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path, program):
     pytest.importorskip("aiohttp")
     config, starts, screen = tiny_config(tmp_path), tmp_path / "agent.py.starts", tmp_path / "screen"
-    long = ["train.max_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=9"]
+    long = ["train.max_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=9", "rollout.prompts_per_step=4"]
     long += ["environment.on_fork=split"] if program == "compacting" else []
     whole, killed = ([*agents(tmp_path, name, f"FILE:{program}"), *long] for name in ("whole", "killed"))
     finished(run_job("train", config, *whole))
-    assert len(starts.read_text()) == 1 + 3 * 32, "check begins the first row's"
+    assert len(starts.read_text()) == 1 + 3 * 16, "check begins the first row's"
     killed_at("generate:0:1:hang:1", screen, config, *killed)
     killed_at("forward:0:2:hang", screen, config, *killed)
     starts.unlink()
     finished(run_job("train", config, *killed))
-    assert len(starts.read_text()) == 1 + 32, "step 2 has all of its answers"
+    assert len(starts.read_text()) == 1 + 16, "step 2 has all of its answers"
     found = [
         (untimed(metrics_of(run)), samples_of(run), weights_digest(run, 3))
         for run in (tmp_path / "whole", tmp_path / "killed")
