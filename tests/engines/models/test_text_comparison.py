@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.support.tokenizer_zoo import ZOO, Specimen, table
 
 pytestmark = pytest.mark.oldest
 
+NUM_CONVERSATIONS = int(os.environ.get("SPMDRL_FUZZ", "3000"))
 _BY_NAME = {specimen.name: specimen for specimen in ZOO}
 _PIECES = (
     "What is 12 + 30?", "The answer is 42.", " ", "  ", "\n", "\n\n", "\t", "é", "中文", "😀", "e\u0301", "\u200d",
@@ -126,8 +128,8 @@ def test_500_random_conversations_have_transformers_own_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_10000_random_conversations_have_transformers_own_tokens() -> None:
-    _compare_all(10_000)
+def test_thousands_of_random_conversations_have_transformers_own_tokens() -> None:
+    _compare_all(NUM_CONVERSATIONS)
 
 
 @pytest.mark.parametrize("specimen", ZOO, ids=lambda specimen: specimen.name)
