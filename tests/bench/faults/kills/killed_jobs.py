@@ -22,6 +22,7 @@ _OF_MAIN = ("checkpoint.rename",)
 _OF_ENVIRONMENTS = ("environment.answer", "environment.record")
 # R3 kills ranks that rename.
 _SHORT = ("dock.put:1",)
+_RESTARTED = (("backward", 1), ("generate", 0), ("checkpoint.write", 1))
 _TORCHRUN_SECONDS = 180.0
 
 
@@ -42,7 +43,8 @@ def kills(root: Path, *, is_short: bool, part: tuple[int, int]) -> list[Tally]:
             again = jobs.run(name)
             problem = problem or (difference(whole, outcome_of(root / name)) if again.is_done else again.screen[-400:])
             problems += [problem] if problem else []
-    return [killed, *after.tallies, *([] if number else [_restarts(jobs, whole, is_short=is_short)])]
+    restarted = [] if number else [_restarts_of_one_rank(root) if is_short else _restarts(jobs, whole, _RESTARTED)]
+    return [killed, *after.tallies, *restarted]
 
 
 class AfterKill:
@@ -70,13 +72,23 @@ class AfterKill:
         return end
 
 
-def _restarts(jobs: FaultJobs, whole: Mapping[str, Any], *, is_short: bool) -> Tally:
+def _restarts_of_one_rank(root: Path) -> Tally:
+    """With one rank, as the two processes of two would take seconds more to start, twice."""
+    folder = root / "alone"
+    folder.mkdir()
+    jobs = FaultJobs(folder, 1)
+    if not jobs.run("whole").is_done:
+        raise RuntimeError(f"the undisturbed run failed: {folder / 'whole.screen'}")
+    return _restarts(jobs, outcome_of(folder / "whole"), [("backward", 0)])
+
+
+def _restarts(jobs: FaultJobs, whole: Mapping[str, Any], killed: Sequence[tuple[str, int]]) -> Tally:
     """The same under torchrun, which starts the ranks anew by itself."""
     tally = Tally("R1", "SIGKILL of a rank under torchrun --max-restarts 1")
-    for stage, rank in (("backward", 1),) if is_short else (("backward", 1), ("generate", 0), ("checkpoint.write", 1)):
+    for stage, rank in killed:
         name = f"restarted_{stage}"
         with tally.timed(f"{stage} of rank {rank}") as problems:
-            code = _torchrun(jobs.command(name), f"{stage}:{rank}:2:sigkill")
+            code = _torchrun(jobs, name, f"{stage}:{rank}:2:sigkill")
             problem = difference(whole, outcome_of(jobs.root / name)) if code == 0 else f"exit code {code}"
             problems += [problem] if problem else []
     return tally
@@ -94,10 +106,11 @@ def _named_memory() -> set[str]:
     return {path.name for path in folder.glob("spmdrl*")} if folder.is_dir() else set()
 
 
-def _torchrun(words: Sequence[str], fault: str) -> int:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+def _torchrun(jobs: FaultJobs, name: str, fault: str) -> int:
+    options = ["--standalone", f"--nproc-per-node={jobs.num_ranks}", "--max-restarts=1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options]
     environment = {**os.environ, VARIABLE: fault, "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "-m", MODULE, *words]
+    command = [*launcher, "-m", MODULE, *jobs.command(name)]
     return subprocess.run(
         command, env=environment, capture_output=True, timeout=_TORCHRUN_SECONDS, check=False
     ).returncode
