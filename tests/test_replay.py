@@ -70,7 +70,8 @@ def test_fifty_random_rows_of_three_runs_come_again_to_the_bit(tmp_path):
     for number, (ranks, *settings) in enumerate(RUNS.values()):
         run = tmp_path / f"run_{number}"
         finished(run_job("train", tiny_config(tmp_path), *STEPS, *settings, f"run.dir={run}", ranks=ranks))
-        chosen = random.sample([(step, row) for step in (2, 3, 4) for row in range(32)], 16 + (number > 0))
+        # Right after a checkpoint, and a step later.
+        chosen = random.sample([(step, row) for step in (3, 4) for row in range(32)], 16 + (number > 0))
         for step in sorted({step for step, _ in chosen}):
             rows = [f"--row={row}" for of_step, row in chosen if of_step == step]
             again = finished(run_job("replay", run, f"--step={step}", *rows))

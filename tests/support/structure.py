@@ -52,13 +52,15 @@ def watch(frame, event, argument):
     if in_loop and event == "call" and not code.co_name.startswith("<"):
         seen.add(code.co_filename.rpartition("/spmdrl/")[2])
 
-# Imported before, as watching makes it slow, and nothing in it is ours.
-import tensordict, torch, torch.distributed.fsdp, torch.distributed.rpc, transformers
+# Imported before, as watching makes it slow.
+import spmdrl.engines.generation.native.native_engine, spmdrl.verbs.train, torch.distributed.pipelining
+from spmdrl.__main__ import main
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-threading.setprofile(watch)
-sys.setprofile(watch)
+if out.name == "rank0":
+    threading.setprofile(watch)
+    sys.setprofile(watch)
 try:
-    from spmdrl.__main__ import main
     raise SystemExit(main())
 except SystemExit as end:
     assert not end.code, end.code
