@@ -36,15 +36,13 @@ def run_ranks(
     *args: Any,
     timeout: float = 60,
     ranks_per_node: int | None = None,
-    start_method: Literal["forkserver", "spawn"] = "forkserver",
     device: str | None = None,
 ) -> list[Any]:
     """Call `function(world, *args)` on each rank and return the picklable results in rank order.
 
     `function` must be importable (a module's top level). The first rank that fails ends all of them, and its traceback
     is raised as a RuntimeError; ranks that take longer than `timeout` seconds in all are killed with a TimeoutError.
-    `ranks_per_node` pretends that the ranks live on several nodes. `start_method`: "spawn" where the C library must
-    read this process's environment anew. `device`: the kind of device if it isn't the tests'.
+    `ranks_per_node` pretends that the ranks live on several nodes. `device`: the kind of device if it isn't the tests'.
     """
     if device is None:
         skip_without_devices(min(world_size, ranks_per_node or world_size))
@@ -58,7 +56,6 @@ def run_ranks(
     ranks = [
         _start(
             rank_environment(rank, world_size, ranks_per_node or world_size, store.port) | chosen,
-            start_method,
             function,
             args,
         )
@@ -97,9 +94,9 @@ def rank_environment(rank: int, world_size: int, ranks_per_node: int, port: int)
     return {name: str(number) for name, number in numbers.items()} | texts
 
 
-def _start(environment: dict[str, str], method: str, function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
+def _start(environment: dict[str, str], function: Callable, args: tuple) -> tuple[BaseProcess, Connection]:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = fork(_rank_main, environment, theirs, function, args, method=method)
+    process = fork(_rank_main, environment, theirs, function, args)
     theirs.close()
     return process, ours
 
