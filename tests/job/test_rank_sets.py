@@ -39,6 +39,10 @@ def without_bytes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in step.items() if "bytes" not in name} for step in metrics]
 
 
+def seconds_of(folder: Path) -> float:
+    return sum(step["time/step"] for step in metrics_of(folder))
+
+
 SPARSE = ["model.make.model_type=qwen3_moe", "model.make.num_experts=4", "model.make.num_experts_per_tok=2",
           "model.make.moe_intermediate_size=32"]  # fmt: skip
 OPTIONS = {
@@ -107,6 +111,7 @@ def test_delays_at_every_kind_of_point_change_no_bit(tmp_path, lag, ranks, seeds
     for seed in seeds:
         folder = tmp_path / f"delayed{seed}"
         assert run(folder, *settings, ranks=ranks, prepare=partial(delay_at_random, seed)) == whole
+        assert seconds_of(folder) > seconds_of(tmp_path / "whole") + 1, "nothing was delayed"
         assert weights_digest(folder, STEPS) == weights_digest(tmp_path / "whole", STEPS)
 
 

@@ -172,9 +172,9 @@ def be_job(
     from spmdrl.cli.command_line import main
 
     install_chosen()
+    arm_fault(os.environ)
     if prepare is not None:
         prepare()
-    arm_fault(os.environ)
     code = main(command)
     if races := races_found():
         raise SystemExit("\n".join(races))
