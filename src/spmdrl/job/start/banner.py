@@ -47,7 +47,7 @@ def _lines(checked: CheckedRun, prepared: Prepared, world: World) -> Iterator[st
     replicas = len(generating) // generation.tensor
     update = "whole on each rank" if str(checked.layout) == "1" else str(checked.layout)
     if updating != generating:
-        update += f", on ranks {updating[0]} to {updating[-1]}"
+        update += " on rank 0" if len(updating) == 1 else f" on ranks 0 to {updating[-1]}"
     update += "".join(f", {role.name} {layout}" for role, layout in checked.own_layouts.items())
     judge = "" if str(checked.judge_layout) == "1" else f", judge {checked.judge_layout}"
     cut = "" if str(generation) == "1" else f"{generation} x "
