@@ -69,8 +69,16 @@ _SPELT: Settings = {
     "reward.functions": "[reasoning_gym]",
     "optim.lr": 1.0e-3,
 }
+# A row of verifiers is an interpreter that loads its harness, some two seconds of a core.
+_HARNESS: Settings = {
+    "data.train": "synthetic://addition?low=0&high=1&count=4",
+    "rollout.prompts_per_step": 4,
+    "rollout.num_generations": 4,
+    "optim.lr": 3.0e-3,
+}
 ANSWERS = [str(number) for number in range(5)]
 _CALLS_AND_ANSWERS = [*(tool_call("add", a=a, b=b) for a in range(3) for b in range(3)), *ANSWERS]
+VERIFIERS = "verifiers: taskset"
 SOURCES: Mapping[str, Source] = {
     "TRL: tools": Source("environment.tools=[FOLDER/sums.py:add]", _CALLS_AND_ANSWERS),
     "TRL: environment_factory": Source(
@@ -86,7 +94,10 @@ SOURCES: Mapping[str, Source] = {
     "gymnasium: FrozenLake-v1": Source("environment.gymnasium=FOLDER/lake.py:Lake", ["0", "1", "2", "3"]),
     "gymnasium: Blackjack-v1": Source("environment.gymnasium=Blackjack-v1", ["0", "1"]),
     "MCP: server": Source("environment.mcp=[PYTHON,FOLDER/server.py]", _CALLS_AND_ANSWERS),
-    "OpenAI's API: program": Source("environment.program=FOLDER/agent.py:two_tries", [*ANSWERS, "So."]),
+    "OpenAI's API: program": Source(
+        "environment.program=FOLDER/agent.py:two_tries", [*ANSWERS, "So."], {"rollout.prompts_per_step": 4}
+    ),
+    VERIFIERS: Source("environment.program=FOLDER/sums_v1.py:rollout", [*ANSWERS, "So."], _HARNESS),
     "reasoning-gym: spell_backward": _task("spell_backward", min_word_len=3, max_word_len=4),
     "reasoning-gym: chain_sum": _task("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
     "reasoning-gym: letter_counting": _task("letter_counting", min_words=2, max_words=3),

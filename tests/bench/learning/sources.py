@@ -1,10 +1,10 @@
 """What was written for other trainers, trained here without a change to it: rewards before and after.
 
-Functions and a class in TRL's form, the MCP server and the program are those of docs/environments.md; SkyRL-gym,
-gymnasium, reasoning-gym, mcp and openai must be installed. Turns of the models that talk are among a few texts, each as
-likely as the others before training; models of reasoning-gym's tasks have a supervised start. Glue is the lines that a
-run needs besides: a key of its config. Rewards are the means of sampled rows over a tenth of the steps, the first and
-the last, and must rise.
+Functions and a class in TRL's form, the MCP server and the programs are those of docs/environments.md; SkyRL-gym,
+gymnasium, reasoning-gym, mcp and openai must be installed. verifiers, whose mcp is older than ours, is left out if it
+isn't installed. Turns of the models that talk are among a few texts, each as likely as the others before training;
+models of reasoning-gym's tasks have a supervised start. Glue is the lines that a run needs besides: a key of its
+config. Rewards are the means of sampled rows over a tenth of the steps, the first and the last, and must rise.
 
 With --kills, short runs on two ranks, each of which is killed at a moment and started again. They must end as one that
 nothing disturbed, to the bit. So must runs on one rank and on two that sum up gradients in one order. Of tools that
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -23,7 +24,7 @@ from spmdrl.config.reader import ConfigError
 from spmdrl.runtime.screen import show
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.train_runs import train_steps
-from tests.bench.learning.foreign_sources import SOURCES, settings_of, write_files
+from tests.bench.learning.foreign_sources import SOURCES, VERIFIERS, settings_of, write_files
 from tests.bench.learning.killed_sources import COMPARED, EQUAL, IMPURE, MOMENTS, ONCE, is_kept, killed
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sources_help = f"all unless given: {', '.join(SOURCES)}; with --kills also {', '.join(IMPURE)}"
     parser.add_argument("--sources", nargs="+", metavar="NAME", help=sources_help)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=16, help="of a step, with 16 rows each")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step, with 16 rows each; programs' have fewer")
     parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
     parser.add_argument(
         "--kills", nargs="*", metavar="MOMENT", help=f"kill at these moments, all unless given: {', '.join(MOMENTS)}"
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> BenchTable:
     """Train on each in turn. Raises ConfigError for one that isn't known, RuntimeError if a run fails."""
     known = SOURCES if arguments.kills is None else {**SOURCES, **IMPURE}
-    names = arguments.sources or list(known)
+    names = arguments.sources or [name for name in known if name != VERIFIERS or find_spec("verifiers")]
     for flag, given, there in ("--sources", names, known), ("--kills", arguments.kills or (), MOMENTS):
         if unknown := [name for name in given if name not in there]:
             raise ConfigError(f"{flag} {unknown[0]!r} isn't one of {', '.join(there)}")
@@ -72,8 +73,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 
 def _trained(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     source = SOURCES[name]
-    settings = settings_of(source, folder, folder / "model")
-    settings |= {"train.max_steps": arguments.steps, "rollout.prompts_per_step": arguments.prompts}
+    settings = {"train.max_steps": arguments.steps, "rollout.prompts_per_step": arguments.prompts}
+    settings |= settings_of(source, folder, folder / "model")
     steps = train_steps(folder / "run", settings, num_ranks=arguments.ranks)
     rewards = [step["reward"] for step in steps]
     tenth = max(1, len(rewards) // 10)
