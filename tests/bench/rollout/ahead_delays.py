@@ -70,7 +70,7 @@ def delays(root: Path, num_runs: int) -> BenchTable:
         rows=rows,
         notes=("equal: weights, optimizer, rows and metrics of the run without delays, to the bit",),
         details={},
-        passed=all(row["equal"] == row["delayed runs"] and row["times as long"] > 1.5 for row in rows),
+        passed=all(row["equal"] == row["delayed runs"] and row["times as long"] > 1 for row in rows),
     )
 
 
