@@ -195,6 +195,7 @@ def test_a_step_is_replayed_in_one_process_unless_it_was_generated_ahead(tmp_pat
         (["rollout.lag=1"], 1, "rollout.lag is 1, but every rank trains and generates in turn"),
         (["resources.ranks.generation=1"], 1, "resources.ranks.generation is 1, but the job has 1 rank, and one at"),
         (["resources.ranks.generation=1", "checkpoint.keep_rollouts=true"], 2, "but checkpoint.keep_rollouts is true"),
+        (["resources.ranks.generation=1", "rollout.engine=vllm"], 2, "but rollout.engine is vllm"),
         (["resources.ranks.generation=1", "rollout.partial_max_rounds=2"], 2, "but rollout.partial_max_rounds is 2"),
         (["resources.ranks.generation=1", "--nodes=2"], 4, "but each of the job's 2 nodes has 2 ranks, which all"),
         (["resources.ranks.generation=2", "resources.generation.tensor=2"], 3, ""),

@@ -168,16 +168,16 @@ class GeneratorFilling:
         config: ReshardConfig,
         *,
         kept: Container[str] = (),
-        dtype: torch.dtype | None = None,
     ):
         """`storage` is what the generator's `wake_weights` returns, empty if it wants an iterator.
 
-        Weights that it has `kept` already are left out. Whole weights are sent in `dtype`, by default the shards'.
+        Weights that it has `kept` already are left out.
         """
         self._world = world
         # A pipeline rank holds only some of the layers.
         shapes = agree_on_shapes({name: tuple(shard.global_shape) for name, shard in shards.items()})
-        sent = next(iter(shards.values())).tensor.dtype if dtype is None else dtype
+        # An engine that takes whole weights casts them itself; its rank has shards.
+        trained = next((shard.tensor.dtype for shard in shards.values()), torch.float32)
         _check_shapes(generator.weight_shapes(), shapes)
         # In the trainer's order, so that shards can leave while later weights still move.
         slices = {name: box for name, box in generator.weight_slices().items() if name not in kept}
@@ -188,7 +188,7 @@ class GeneratorFilling:
         self._agreed = agree_on_plan(
             [shard.slice for shard in shards.values()],
             # A generator that takes whole weights casts them itself.
-            {box: storage[name].dtype if name in storage else sent for name, box in self._targets.items()},
+            {box: storage[name].dtype if name in storage else trained for name, box in self._targets.items()},
             shapes,
             config.bucket_bytes,
             ranks_per_node=world.launch.local_world_size,
@@ -297,14 +297,13 @@ class GeneratorFilling:
         arriving: dict[str, Tensor] = {}
         for index, bucket in enumerate(self._buckets):
             for name in {piece.box.name: None for piece in bucket.pieces}:
-                if name in self._targets and name not in arriving:
+                if name not in arriving:
                     arriving[name] = self._new_whole(name)
             wanted = SlicedWeights({self._targets[name]: tensor for name, tensor in arriving.items()})
             received.append(self._gather(index, held, wanted, watcher))
             self._record.add_received(bucket.pieces, wanted)
             for name in bucket.finished:
-                if name in arriving:
-                    yield name, arriving.pop(name)
+                yield name, arriving.pop(name)
 
     def _gather(self, index: int, held: SlicedWeights, wanted: SlicedWeights, watcher: Watcher) -> Received:
         received = self._gatherer.gather_bucket(index, held, wanted)

@@ -44,23 +44,18 @@ class WeightPush:
         generator: GenerationEngine,
         config: ReshardConfig,
         ledger: MemoryLedger,
-        dtype: torch.dtype,
     ):
-        """`trainers` are empty on ranks that generate, and `generator` is idle on the others.
-
-        `dtype` is that of weights sent to an engine that takes whole ones.
-        """
+        """`trainers` are empty on ranks that generate, and `generator` is idle on the others."""
         self._world = world
         self._sets = sets
         self._trainers = trainers
         self._generator = generator
         self._config = config
         self._ledger = ledger
-        self._dtype = dtype
         self._filling: GeneratorFilling | None = None
         self._groups = {role: groups_of(role, trainer) for role, trainer in trainers.items()}
         shapes = generator.weight_shapes()
-        keeps = not generator.wants_iterator and any(map(is_adapter, shapes))
+        keeps = any(map(is_adapter, shapes))
         self._kept = [name for name in shapes if keeps and not is_adapter(name)]
         """weights that a generator with adapters gets once and keeps"""
         self._num_pushes = 0
@@ -149,8 +144,6 @@ class WeightPush:
         """Return the plan of this push; once the generator keeps weights, one without them. Collective."""
         if self._num_pushes == 0 or (self._kept and self._num_pushes == 1):
             kept = frozenset(self._kept if self._num_pushes else ())
-            self._filling = GeneratorFilling(
-                self._world, shards, self._generator, storage, self._config, kept=kept, dtype=self._dtype
-            )
+            self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config, kept=kept)
         assert self._filling is not None
         return self._filling

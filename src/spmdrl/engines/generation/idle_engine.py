@@ -53,8 +53,7 @@ class IdleEngine:
         assert not weights, "a rank that doesn't generate has no weights to borrow"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for _ in weights:
-            pass
+        raise AssertionError("a rank that doesn't generate takes no weights")
 
     def keep_weights(self, names: Iterable[str]) -> None:
         pass
@@ -70,9 +69,3 @@ class IdleEngine:
 
     def memory_bytes(self) -> dict[str, int]:
         return {"generation_weights": 0, "kv_cache": 0}
-
-
-class IdleIteratorEngine(IdleEngine):
-    """The same beside engines that take whole weights."""
-
-    wants_iterator: ClassVar[bool] = True

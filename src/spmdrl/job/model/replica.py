@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
-from spmdrl.engines.generation.idle_engine import IdleEngine, IdleIteratorEngine
+from spmdrl.engines.generation.idle_engine import IdleEngine
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import GenerationEngine
 from spmdrl.engines.models.decoder import DecoderConfig
@@ -16,7 +16,7 @@ from spmdrl.engines.models.hf.model_folder import compute_dtype, parameter_shape
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
-from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes
+from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes, check_vllm_on
 from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.observability.terminal.console import Console
@@ -60,12 +60,12 @@ def build_replica(
     is_vllm = generation_engine_name(config.rollout, world.device.kind) == "vllm"
     if is_vllm:
         check_vllm(config)
+        check_vllm_on(config, range(world.size) if members is None else members.ranks, world.size)
         check_vllm_computes(source.folder, source.decoder)
     ranks = range(world.size) if members is None else members.ranks
     mesh = build_generation_mesh(layout, world.device, len(ranks), world.rank, first=ranks[0])
     if world.rank not in ranks:
-        shapes = parameter_shapes(_decoder_of_engine(source, merges=is_vllm))
-        return Replica(IdleIteratorEngine(shapes) if is_vllm else IdleEngine(shapes), mesh)
+        return Replica(IdleEngine(parameter_shapes(_decoder_of_engine(source))), mesh)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)
 
@@ -136,11 +136,10 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     return NativeEngine(_decoder_of_engine(source), config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
 
 
-def _decoder_of_engine(source: ModelSource, *, merges: bool = False) -> DecoderConfig:
-    """Return the model that an engine holds: without adapters, where they are merged into its weights."""
+def _decoder_of_engine(source: ModelSource) -> DecoderConfig:
+    """Return the model that a native engine holds: without adapters, where they are merged into its weights."""
     decoder = source.decoder
-    merges = merges or (decoder.lora is not None and decoder.lora.merge)
-    return replace(decoder, lora=None) if merges else decoder
+    return replace(decoder, lora=None) if decoder.lora is not None and decoder.lora.merge else decoder
 
 
 def text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]:

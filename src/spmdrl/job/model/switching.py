@@ -175,7 +175,7 @@ def build_switching(
     dtype = compute_dtype(config.model, device.kind)
     probe = _probe(config, trainers.get(POLICY), replica, source, prompt_at, dtype, sets)
     if sets is not None and sets.are_apart:
-        push = WeightPush(logs.world, sets, trainers, replica.engine, config.reshard, ledger, dtype)
+        push = WeightPush(logs.world, sets, trainers, replica.engine, config.reshard, ledger)
         return Switching(push, ledger, logs, device, probe)
     residence = decide_residence(config, logs.world, trainers, replica, num_rows=num_rows)
     folder = swap_folder(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +101,15 @@ def check_vllm(config: Config) -> None:
         raise ValueError(
             f"train.routing.replay is rollout, but {means} doesn't return the experts that tokens went to; set "
             "rollout.engine to native or train.routing.replay to none"
+        )
+
+
+def check_vllm_on(config: Config, ranks: Sequence[int], num_ranks: int) -> None:
+    """Refuse vLLM on a part of the ranks. Raises ValueError."""
+    if len(ranks) < num_ranks:
+        raise ValueError(
+            f"resources.ranks.generation is {len(ranks)}, but rollout.engine {config.rollout.engine} means vLLM here, "
+            "which opens its groups over all ranks; set rollout.engine to native, or resources.ranks.generation to 0"
         )
 
 
@@ -231,6 +241,7 @@ def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
         check_batch_invariant(config, layout, find_device(config.resources.device, launch.device_index).kind)
     if config.rollout.engine == "vllm":
         check_vllm(config)
+        check_vllm_on(config, generating, launch.world_size)
         if is_here:
             check_vllm_is_there()
     if is_here and is_trained:
