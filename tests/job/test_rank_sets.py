@@ -95,7 +95,7 @@ def test_a_step_ahead_every_option_trains_rows_of_the_schedules_age(tmp_path, se
     ("lag", "ranks", "seeds"),
     [
         pytest.param(1, 2, range(1), id="1"),
-        *(pytest.param(lag, ranks, range(3), id=f"{lag} {ranks}", marks=pytest.mark.slow)
+        *(pytest.param(lag, ranks, range(1), id=f"{lag} {ranks}", marks=pytest.mark.slow)
           for lag, ranks in ((1, 3), (2, 2), (4, 4))),
     ],
 )  # fmt: skip
@@ -152,7 +152,7 @@ def test_a_resumed_run_trains_the_rows_that_were_generated_ahead(tmp_path, lag):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 4, 7])
+@pytest.mark.parametrize("step", [1, 4])
 def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path, step):
     settings = [*APART, "rollout.lag=1", "checkpoint.interval=1", "train.max_steps=12"]
     whole = run(tmp_path / "whole", *settings)
@@ -195,7 +195,7 @@ def test_a_step_is_replayed_in_one_process_unless_it_was_generated_ahead(tmp_pat
         (["rollout.lag=1"], 1, "rollout.lag is 1, but every rank trains and generates in turn"),
         (["resources.ranks.generation=1"], 1, "resources.ranks.generation is 1, but the job has 1 rank, and one at"),
         (["resources.ranks.generation=1", "checkpoint.keep_rollouts=true"], 2, "but checkpoint.keep_rollouts is true"),
-        (["resources.ranks.generation=1", "rollout.engine=vllm"], 2, "but rollout.engine is vllm"),
+        (["resources.ranks.generation=1", "rollout.engine=vllm"], 2, "but rollout.engine vllm means vLLM here, which"),
         (["resources.ranks.generation=1", "rollout.partial_max_rounds=2"], 2, "but rollout.partial_max_rounds is 2"),
         (["resources.ranks.generation=1", "--nodes=2"], 4, "but each of the job's 2 nodes has 2 ranks, which all"),
         (["resources.ranks.generation=2", "resources.generation.tensor=2"], 3, ""),

@@ -70,7 +70,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
         with sets.generation.alone():
             rollout = build_rollout(
                 checked, run.logs, prepared, replica, stack, run.checkpoints.store.steps,
-                is_first=sets.generation.is_first, waits=sets.are_apart,
+                is_first=sets.generation.is_first,
             )  # fmt: skip
     pool, turns = (rollout.pool, rollout.generation.turns) if rollout is not None else (None, None)
     evaluator = build_evaluator(config, prepared, replica, pool, turns)

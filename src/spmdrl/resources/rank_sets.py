@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from spmdrl.resources.collectives import Group, among, new_group
 from spmdrl.resources.layout import RankSetsConfig
 from spmdrl.resources.world import World
+from spmdrl.runtime.supervision.stop_request import putting_off_stops
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,12 @@ class RankSet:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the members' collectives be their own inside the block; other ranks don't enter it."""
+        """Let the members' collectives be their own inside the block; other ranks don't enter it.
+
+        A request to stop waits for its end.
+        """
         assert self.is_member, f"rank {self.rank} isn't among {self.ranks}"
-        with among(self.group):
+        with among(self.group), nullcontext() if self.group is None else putting_off_stops():
             yield
 
 

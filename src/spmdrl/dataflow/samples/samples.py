@@ -170,7 +170,7 @@ class Samples:
         finished first, as it is where only a part of the ranks has the state.
         """
         self.rows.lives.finish(state)
-        self._publish(may_stop=state.work != "train" and not self._dock.sets.are_apart)
+        self._publish(may_stop=state.work != "train")
 
     def tell(self) -> None:
         """Publish to the ranks of the other set what those of this one have published. Collective over all ranks."""

@@ -123,7 +123,8 @@ class AheadRollouts:
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write the batches generated ahead below `folder`. Collective."""
         paths: list[Path] = []
-        for step, samples in self._queue.items():
+        # Without a lag, the batch is that of a step that was given up.
+        for step, samples in self._queue.items() if self._lag else ():
             own = self._recorded.get(step, {})
             stats = totals_of([json.loads(table) for table in gather_bytes(encode(own))])
             # At once: a later step frees the rows, and threads may write after that.

@@ -47,7 +47,7 @@ class Rollout:
         `swaps` is set if the training state is away during generation.
         """
         config, generation = checked.config, self.generation
-        if generation.turns is not None and scores and not pending.rules.num_refills and not generation.waits:
+        if generation.turns is not None and scores and not pending.rules.num_refills:
             portions = build_portions(
                 config.dock.portions, scores, generation.mesh, logs.timeline, logs.console.note,
                 fuse=config.dock.fuse, swaps=swaps, timeout_seconds=logs.world.timeout_seconds,
@@ -72,11 +72,11 @@ class Rollout:
 
 def build_rollout(
     checked: CheckedRun, logs: RunLogs, prepared: Prepared, replica: Replica, stack: ExitStack,
-    saved_steps: Callable[[], Sequence[int]], *, is_first: bool, waits: bool,
+    saved_steps: Callable[[], Sequence[int]], *, is_first: bool,
 ) -> Rollout:  # fmt: skip
     """Start the processes of rewards and environments, which are closed with the stack.
 
-    Collective over the ranks that generate, one of which is the first; with `waits` others train meanwhile.
+    Collective over the ranks that generate, one of which is the first.
     """
     config, world, tokenizer, strikes = checked.config, logs.world, prepared.tokenizer, Strikes()
     with logs.console.doing("starting the rewards"):
@@ -90,7 +90,6 @@ def build_rollout(
     generation = GenerationStage(
         engine=replica.engine, mesh=replica.mesh, sampling=config.rollout.sampling(tokenizer.stop_token_ids),
         seed=config.seed, listeners=[reward], recorder=logs.recorder, turns=turns,
-        waits=waits,
     )  # fmt: skip
     return Rollout(pool, generation, reward)
 

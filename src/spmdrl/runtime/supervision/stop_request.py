@@ -91,6 +91,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.is_put_off = False
         """such as SIGTERM or Ctrl-C; None without a request"""
         self.is_handled = False
         """true while signals are recorded"""
@@ -219,4 +220,14 @@ os.register_at_fork(after_in_child=_forget_wakeup)
 
 def stop_reason() -> str | None:
     """Return the reason of a request to stop, or None. Ranks may differ until they agree."""
-    return request.reason
+    return None if request.is_put_off else request.reason
+
+
+@contextmanager
+def putting_off_stops() -> Iterator[None]:
+    """Let a request to stop wait for the end of this block, in which not all ranks could agree about it."""
+    request.is_put_off = True
+    try:
+        yield
+    finally:
+        request.is_put_off = False

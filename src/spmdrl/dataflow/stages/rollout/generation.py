@@ -52,8 +52,6 @@ class GenerationStage:
     """lets an environment reply between turns"""
     portions: Portions | None = None
     """scores rows that have ended while others wait for the environment"""
-    waits: bool = False
-    """True if a request to stop waits for all rows, as it does where other ranks train meanwhile"""
 
     def __call__(self, samples: Samples) -> None:
         rows, size = samples.rows.deal_generation(), samples.group_size
@@ -67,7 +65,7 @@ class GenerationStage:
         ]
         self._open_portions(samples, len(rows))
         answers: list[list[Response]] = [[] for _ in groups]
-        stop = StopPoint(self.mesh, waits=self.waits)
+        stop = StopPoint(self.mesh)
         for ended in run_rollout(self.engine, requests, prompts, self.turns, stop, self.portions):
             if stop.is_reached:
                 break

@@ -57,10 +57,9 @@ class Turns(Protocol):
 class StopPoint:
     """Early end of a rollout if a rank of its engine was asked to stop; the same on all of them."""
 
-    def __init__(self, mesh: GenerationMesh, is_hopeless: Callable[[], object] = bool, *, waits: bool = False):
-        """`is_hopeless`, a test of this rank's work, ends the rollout as well; with `waits` nothing else does."""
+    def __init__(self, mesh: GenerationMesh, is_hopeless: Callable[[], object] = bool):
+        """`is_hopeless`, a test of this rank's work, ends the rollout as well."""
         self._is_hopeless = is_hopeless
-        self._waits = waits
         self._axes = [axis for axis in (mesh.tensor, mesh.expert) if axis.size > 1]
         self._num_steps = 0
         self.is_reached = False
@@ -80,7 +79,7 @@ class StopPoint:
         return self.is_reached
 
     def _is_asked(self) -> bool:
-        return (stop_reason() is not None and not self._waits) or bool(self._is_hopeless())
+        return stop_reason() is not None or bool(self._is_hopeless())
 
 
 def run_rollout(
