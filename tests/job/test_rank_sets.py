@@ -206,3 +206,17 @@ def test_what_sets_cannot_serve_is_refused_by_name(tmp_path, settings, ranks, re
     ended = run_job("check", tiny_config(tmp_path), f"run.dir={tmp_path}/run", f"--ranks={ranks}", *settings)
     assert (ended.returncode == 0) == (not reason), ended.stderr
     assert reason in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ([], "rollout_is: tis  # default with rollout.lag"),
+        (["algo.rollout_is=none"], "rollout_is: none  # command line"),
+        (["algo.name=dppo"], "rollout_is: none  # default"),
+    ],
+)
+def test_a_lag_is_corrected_unless_the_loss_takes_none(tmp_path, settings, line):
+    settings = [*settings, "resources.ranks.generation=1", "rollout.lag=1", "--ranks=2", "--all"]
+    page = finished(run_job("check", tiny_config(tmp_path), f"run.dir={tmp_path}/run", *settings)).stdout
+    assert line in (row.strip() for row in page.splitlines())

@@ -71,7 +71,7 @@ def set_kernels(config: DebugConfig) -> None:
 #   meanwhile         | reference, old log-probs of whole groups, while rows wait for an environment
 #   device     generation's weights, cache | update weights return > . . . . . . . . . . . . . . . . . . . . . .
 #
-# With `resources.ranks.generation`, some ranks only generate and reward the others do all else;
+# With `resources.ranks.generation`, some ranks only generate and reward, the others do all else;
 # with `rollout.lag` both work side by side, on batches of different steps (job/rollouts/ahead.py).
 
 

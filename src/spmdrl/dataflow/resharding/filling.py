@@ -176,7 +176,7 @@ class GeneratorFilling:
         self._world = world
         # A pipeline rank holds only some of the layers.
         shapes = agree_on_shapes({name: tuple(shard.global_shape) for name, shard in shards.items()})
-        # An engine that takes whole weights casts them itself; its rank has shards.
+        # Ranks that only generate hold none, and their engines show storage.
         trained = next((shard.tensor.dtype for shard in shards.values()), torch.float32)
         _check_shapes(generator.weight_shapes(), shapes)
         # In the trainer's order, so that shards can leave while later weights still move.

@@ -103,7 +103,7 @@ class TransferDock:
         """Check that each row was trained, dropped or deferred, then forget all. Collective over all ranks.
 
         Raises RuntimeError for an unaccounted row, with its missing columns. Batches returned by `take` become invalid.
-        Ranks that only generate can't tell what became of the rows, and return None.
+        Ranks that only generate don't know what became of the rows, and return None.
         """
         assert samples is self._open.get(samples.step), f"the batch of step {samples.step} isn't open"
         rows, parts = samples.rows, self._place_of(samples.step)

@@ -88,7 +88,7 @@ class Samples:
         self._dock = dock
         self._news: list[News] = []
         """this rank's news since the last commit"""
-        self._untold: list[News] = []
+        self._unpublished: list[News] = []
         """news that only the ranks of its set have"""
         kept = np.arange(rows.num_rows) if dock.rules.locality else rows.on_node(dock.world.node)
         dock.warehouse.keep(prompt_columns(rows.prompts), kept, kept // rows.group_size)
@@ -172,19 +172,19 @@ class Samples:
         self.rows.lives.finish(state)
         self._publish(may_stop=state.work != "train")
 
-    def tell(self) -> None:
+    def publish_to_other_set(self) -> None:
         """Publish to the ranks of the other set what those of this one have published. Collective over all ranks."""
         sets = self._dock.sets
         if not sets.are_apart:
             return
-        parts, self._untold = gather_bytes(pack_news(joined(self._untold))), []
+        parts, self._unpublished = gather_bytes(pack_news(joined(self._unpublished))), []
         own = sets.update if sets.update.is_member else sets.generation
         of_others = [unpack_news(part) for rank, part in enumerate(parts) if rank not in own.ranks]
         self._observe([entry for news in of_others for entry in news])
 
     def _publish(self, *, may_stop: bool) -> list[News]:
         if self._dock.sets.are_apart:
-            self._untold += self._news
+            self._unpublished += self._news
         found, self._news = self._exchanged(self._news), []
         self._observe(found.news)
         if may_stop and found.stop_reason is not None:

@@ -79,7 +79,7 @@ def build_policys_replica(
     """
     config, layout = checked.config, checked.config.resources.generation
     if sets is not None and sets.are_apart:
-        # No rank has any.
+        # No rank holds any of the weights that it wants, so no stride keeps more of them in place.
         layout = replace(layout, tensor_stride=layout.tensor_stride or 1)
         return build_replica(config, source, world, layout, sets.generation)
     # vLLM takes consecutive ranks.

@@ -53,8 +53,8 @@ class AheadRollouts:
         self._num_steps = num_steps
         self._queue: dict[int, Samples] = {}
         """open batches by step"""
-        self._untold: list[Samples] = []
-        """batches that only the ranks that generated them know"""
+        self._unpublished: list[Samples] = []
+        """batches whose rows only the ranks that generated them have news of"""
         self._recorded: dict[int, Mapping[str, Stat]] = {}
         """this rank's metrics of batches whose step hasn't come"""
         self._saved: Path | None = None
@@ -85,7 +85,7 @@ class AheadRollouts:
                 self._generate(self._queue[one], is_ahead=one > step)
                 # The first step has nothing to train before its own batch is there.
                 if one == step:
-                    self._tell(step)
+                    self._meet(step)
             self._switching.start_return(step)
         return self._queue[step]
 
@@ -95,7 +95,7 @@ class AheadRollouts:
 
     def close(self, samples: Samples) -> Accounting | None:
         """Close the batch of a step. Collective."""
-        self._tell(samples.step)
+        self._meet(samples.step)
         for name, stat in self._recorded.pop(samples.step, {}).items():
             self._logs.recorder.add(name, stat)
         return self._flow.close(self._queue.pop(samples.step))
@@ -104,21 +104,21 @@ class AheadRollouts:
         recorder = self._logs.recorder
         before = recorder.drain() if is_ahead else {}
         self._stages.run(Phase.GENERATION, samples)
-        self._untold.append(samples)
+        self._unpublished.append(samples)
         if is_ahead:
             self._recorded[samples.step] = recorder.drain()
             for name, stat in before.items():
                 recorder.add(name, stat)
 
-    def _tell(self, step: int) -> None:
-        """Wait for the ranks of the other set, and let them know what was generated. Collective."""
+    def _meet(self, step: int) -> None:
+        """Wait for the ranks of the other set, and publish to them what was generated. Collective."""
         if self._sets.are_apart:
             other = "generation" if self._sets.update.is_member else "update"
             with self._logs.timeline.stage(f"wait_for_{other}", step):
                 barrier()
-        for samples in self._untold:
-            samples.tell()
-        self._untold.clear()
+        for samples in self._unpublished:
+            samples.publish_to_other_set()
+        self._unpublished.clear()
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
         """Write the batches generated ahead below `folder`. Collective."""
@@ -144,9 +144,9 @@ class AheadRollouts:
 
         Empty without a lag, as the sets take turns then, and on other ranks than the main one.
         """
-        if not self._lag or not self._logs.world.is_main:
-            return ""
         history = [metrics for _, metrics in read_metrics(self._logs.folder) if "time/wait_for_update" in metrics]
+        if not history or not self._lag or not self._logs.world.is_main:
+            return ""
         updating, generating = len(self._sets.update.ranks), len(self._sets.generation.ranks)
         seconds, *waits = (
             sum(metrics.get(f"time/{name}", 0.0) for metrics in history)
