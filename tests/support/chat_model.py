@@ -22,7 +22,7 @@ _HIDDEN = 128
 def make_chat_model(
     folder: Path, turns: Sequence[str], max_positions: int = 1024, num_layers: int = 1, intermediate_size: int = 64
 ) -> Path:
-    """Make a model that ends its prompts by one of these turns, each as likely as the others; layers change nothing."""
+    """Make a model that ends its prompts by one of these turns, each as likely as the others; layers hardly matter."""
     stand_ins = [chr(0x2460 + number) for number in range(len(turns))]
     make = MakeConfig(
         hidden_size=_HIDDEN, num_hidden_layers=num_layers, num_attention_heads=2, num_key_value_heads=2,
@@ -42,7 +42,8 @@ def make_chat_model(
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
+            # Zeros would make the gradients of layers so small that a core takes ten times as long for them.
+            weight.mul_(0.01)
     weights["model.embed_tokens.weight"].zero_().fill_diagonal_(1.0)
     head = weights["lm_head.weight"].zero_()
     for text in turns:
