@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from torch import Tensor
 from spmdrl.dataflow.samples.store.keeping import column_tensors, read_column
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
 from spmdrl.nouns.batch import Batch
+from spmdrl.resources.collectives import broadcast_bytes
 from spmdrl.resources.mesh import GenerationMesh
+from spmdrl.resources.rank_sets import RankSets
 
 FOLDER = "carried"
 FINISH = "finish"
@@ -74,6 +76,15 @@ class StepGroups:
 
     pending: tuple[PendingGroup, ...]
     new_serials: range
+
+    def to_json(self) -> str:
+        new = self.new_serials
+        return json.dumps([[asdict(group) for group in self.pending], [new.start, new.stop]])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> StepGroups:
+        pending, new = json.loads(text)
+        return cls(tuple(PendingGroup(**group) for group in pending), range(*new))
 
     @property
     def serials(self) -> list[int]:
@@ -195,6 +206,13 @@ class PendingGroups:
         assert own == responses.keys(), f"this rank holds {sorted(responses)}, but is to go on with {sorted(own)}"
         self.known, self._responses = tuple(known), dict(responses)
 
+    def publish(self, sets: RankSets) -> None:
+        """Let ranks that only train know what the others left pending. Collective over all ranks."""
+        groups = StepGroups(self.known, range(0)).to_json().encode() if sets.generation.is_member else None
+        known = StepGroups.from_json(broadcast_bytes(groups, sets.generation.ranks[0])).pending
+        if not sets.generation.is_member:
+            self.replace(known, {})
+
     def undo_step(self) -> None:
         """Restore the state at the present step's start."""
         self.known, self.num_passed, self._responses = self._at_start
@@ -204,17 +222,13 @@ class PendingGroups:
         folder = folder / FOLDER
         if not self.known and not self.num_passed:
             return
-        if self._mesh.rank == 0:
+        if self._mesh.rank == self._mesh.leaders[0]:
             groups = [asdict(group) for group in self.known]
             record = {"leaders": self._mesh.leaders, "groups": groups, "passed": self.num_passed}
             add_text(writes, folder / _GROUPS, json.dumps(record))
         if self._mesh.is_leader and self._responses:
-            tensors: dict[str, Tensor] = {}
-            for serial, batch in self._responses.items():
-                tensors |= column_tensors(batch, f"{serial}/")
-            held = {name: writes.held(tensor) for name, tensor in tensors.items()}
-            path = folder / _RESPONSES.replace("*", f"{self._mesh.rank:05d}")
-            writes.add(partial(_write_responses, path, held))
+            held = {name: writes.held(tensor) for name, tensor in _tensors(self._responses).items()}
+            writes.add(partial(_write, folder, self._mesh.rank, held))
 
     def read_from(self, folder: Path) -> None:
         """Restore written groups on any number of ranks; the same replicas continue the same groups."""
@@ -225,28 +239,42 @@ class PendingGroups:
             return
         record = json.loads((folder / _GROUPS).read_text())
         self.num_passed = int(record.get("passed", 0))
-        known = [PendingGroup(**group) for group in record["groups"]]
-        leaders = self._mesh.leaders
-        if record["leaders"] != list(leaders):
-            known = [
-                PendingGroup(group.serial, group.rounds, leaders[number % len(leaders)])
-                for number, group in enumerate(known)
-            ]
+        known = held_by([PendingGroup(**group) for group in record["groups"]], record["leaders"], self._mesh.leaders)
         own = [group.serial for group in known if group.holder == self._leader]
-        self.replace(known, _read_responses(folder, own))
+        self.replace(known, read_responses(folder, own))
 
     @property
     def _leader(self) -> int:
         return self._mesh.tensor.ranks[0]
 
 
-def _write_responses(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+def held_by(groups: Sequence[PendingGroup], before: Sequence[int], leaders: Sequence[int]) -> tuple[PendingGroup, ...]:
+    """Return the groups of the replicas led by `before` as groups of the present ones: dealt anew if these differ."""
+    if list(before) == list(leaders):
+        return tuple(groups)
+    return tuple(replace(group, holder=leaders[number % len(leaders)]) for number, group in enumerate(groups))
+
+
+def write_responses(folder: Path, rank: int, responses: Mapping[int, Batch]) -> list[Path]:
+    """Write the responses that a rank holds, by serial; returns the file."""
+    return _write(folder, rank, _tensors(responses))
+
+
+def _tensors(responses: Mapping[int, Batch]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for serial, batch in responses.items():
+        tensors |= column_tensors(batch, f"{serial}/")
+    return tensors
+
+
+def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[Path]:
+    path = folder / _RESPONSES.replace("*", f"{rank:05d}")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), path)
     return [path]
 
 
-def _read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:
+def read_responses(folder: Path, serials: Sequence[int]) -> dict[int, Batch]:
     """Return the responses of these groups, from any rank's file."""
     out: dict[int, Batch] = {}
     for path in sorted(folder.glob(_RESPONSES)) if serials else ():

@@ -70,7 +70,42 @@ AnsweredGroup = tuple[OwnGroup, Sequence[Response]]
 
 
 @dataclass(kw_only=True)
-class PartialGenerationStage(GenerationStage):
+class ContinuingStage(GenerationStage):
+    """Generation of groups some of whose rows have tokens already."""
+
+    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool]) -> Iterator[Sequence[AnsweredGroup]]:
+        """Yield groups completed by an engine step; those that were already complete come first."""
+        self._notify_of_ended([(group, group.begun) for group in own])
+        asked = [(group, group.request(self.sampling)) for group in own]
+        if whole := [(group, group.begun) for group, request in asked if request is None]:
+            yield whole
+        requested = [group for group, request in asked if request is not None]
+        requests = [request for _, request in asked if request is not None]
+        answers: list[list[Response]] = [[] for _ in requested]
+        prompts = [group.prompt for group in requested]
+        for ended in run_rollout(self.engine, requests, prompts, self.turns, is_enough, self.portions):
+            self._notify_of_ended([(requested[number], responses) for number, responses in ended.items()])
+            for number, responses in ended.items():
+                answers[number] += responses
+            last = [number for number in ended if len(answers[number]) == len(requests[number].rows)]
+            yield [(requested[number], requested[number].answered(answers[number])) for number in last]
+
+    def _notify_of_ended(self, groups: Iterable[AnsweredGroup]) -> None:
+        ended = [
+            EndedResponses.of(group.serial, group.prompt, len(group.begun), responses)
+            for group, answered in groups
+            if (responses := [response for response in answered if response.finish != "aborted"])
+        ]
+        self._notify(ended)
+
+    def _count_new(self, group: OwnGroup, responses: Iterable[Response]) -> None:
+        """Record the tokens that a group got beyond those that it had."""
+        num_begun = sum(response.num_own_tokens for response in group.begun)
+        self._count(sum(response.num_own_tokens for response in responses) - num_begun)
+
+
+@dataclass(kw_only=True)
+class PartialGenerationStage(ContinuingStage):
     """Generation of more groups than a step trains: each replica stops at its quota; the rest becomes pending.
 
     Collective: every rank calls it once per step.
@@ -79,6 +114,11 @@ class PartialGenerationStage(GenerationStage):
     pending: PendingGroups
     lockstep: Lockstep
     """connects the replicas that step together"""
+
+    @classmethod
+    def of(cls, generation: GenerationStage, pending: PendingGroups, device: torch.device) -> PartialGenerationStage:
+        """Return the stage with the engine and settings of one whose responses all end in their step."""
+        return cls(**vars(generation), pending=pending, lockstep=Lockstep(generation.mesh.expert, device))
 
     def __call__(self, samples: Samples) -> None:
         rows, size, rules = samples.rows.deal_generation(), samples.group_size, self.pending.rules
@@ -96,8 +136,7 @@ class PartialGenerationStage(GenerationStage):
                 break
             whole = []
             for group, responses in answered:
-                num_begun = sum(response.num_own_tokens for response in group.begun)
-                self._count(sum(response.num_own_tokens for response in responses) - num_begun)
+                self._count_new(group, responses)
                 is_whole = all(response.finish != "aborted" for response in responses)
                 if is_whole and quota.admit(is_last_round=group.round >= rules.max_rounds):
                     self._add_to_portion(responses)
@@ -128,31 +167,6 @@ class PartialGenerationStage(GenerationStage):
     def _all_have(self, quota: Quota) -> Callable[[], bool]:
         """Return a test of all replicas that step together for their quota: they can only stop together."""
         return lambda: self.lockstep.most(int(not quota.is_met)) == [0]
-
-    def _answers(self, own: Sequence[OwnGroup], is_enough: Callable[[], bool]) -> Iterator[Sequence[AnsweredGroup]]:
-        """Yield groups completed by an engine step; those that were already complete come first."""
-        self._notify_of_ended([(group, group.begun) for group in own])
-        asked = [(group, group.request(self.sampling)) for group in own]
-        if whole := [(group, group.begun) for group, request in asked if request is None]:
-            yield whole
-        requested = [group for group, request in asked if request is not None]
-        requests = [request for _, request in asked if request is not None]
-        answers: list[list[Response]] = [[] for _ in requested]
-        prompts = [group.prompt for group in requested]
-        for ended in run_rollout(self.engine, requests, prompts, self.turns, is_enough, self.portions):
-            self._notify_of_ended([(requested[number], responses) for number, responses in ended.items()])
-            for number, responses in ended.items():
-                answers[number] += responses
-            last = [number for number in ended if len(answers[number]) == len(requests[number].rows)]
-            yield [(requested[number], requested[number].answered(answers[number])) for number in last]
-
-    def _notify_of_ended(self, groups: Iterable[AnsweredGroup]) -> None:
-        ended = [
-            EndedResponses.of(group.serial, group.prompt, len(group.begun), responses)
-            for group, answered in groups
-            if (responses := [response for response in answered if response.finish != "aborted"])
-        ]
-        self._notify(ended)
 
     def _keep_pending(
         self, samples: Samples, groups: StepGroups, dealt: Mapping[int, Sequence[int]], left: Mapping[int, Batch]
