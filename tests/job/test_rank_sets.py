@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ OPTIONS = {
     "critic": ["critic={}", "algo={name: ppo, kl_coef: 0.1}"],
     "adapters": ["lora={rank: 4}", "train.updates_per_step=2"],
     "merged adapters": ["lora={rank: 4, merge: true}"],
+    "several steps": ["rollout.partial_max_rounds=3"],
     "replayed experts": [*SPARSE, "train.routing.replay=rollout"],
     "environment": ["environment.function=calculator", "rollout.stop=['=']"],
     "exact mode": ["debug.batch_invariant=true"],
@@ -81,9 +83,12 @@ def test_two_sets_without_a_lag_have_the_bits_of_one_rank(tmp_path, settings):
 def test_a_step_ahead_every_option_trains_rows_of_the_schedules_age(tmp_path, settings):
     folder, lag = tmp_path / "run", ["rollout.lag=1", "checkpoint={interval: 3, keep_last: 9}"]
     whole, digest = run(folder, *settings, *APART, *lag), weights_digest(tmp_path / "run", STEPS)
-    num_updates = whole[-1]["off_policy/max"]
+    num_updates = whole[1]["off_policy/max"]
     assert num_updates >= 1 and whole[0]["off_policy/max"] == 0
-    assert all(step["off_policy/mean"] == step["off_policy/max"] == num_updates for step in whole[1:])
+    # Rows of several steps have tokens of each.
+    most = 2 * num_updates if settings == OPTIONS["several steps"] else num_updates
+    for step in whole[2:]:
+        assert num_updates <= step["off_policy/mean"] <= step["off_policy/max"] == most
     # As if it had been killed in step 4.
     shutil.rmtree(folder / "checkpoints" / "step_000006")
     assert without_bytes(run(folder, *settings, *APART, *lag)) == without_bytes(whole)
@@ -196,7 +201,17 @@ def test_a_step_is_replayed_in_one_process_unless_it_was_generated_ahead(tmp_pat
         (["resources.ranks.generation=1"], 1, "resources.ranks.generation is 1, but the job has 1 rank, and one at"),
         (["resources.ranks.generation=1", "checkpoint.keep_rollouts=true"], 2, "but checkpoint.keep_rollouts is true"),
         (["resources.ranks.generation=1", "rollout.engine=vllm"], 2, "but rollout.engine vllm means vLLM here, which"),
-        (["resources.ranks.generation=1", "rollout.partial_max_rounds=2"], 2, "but rollout.partial_max_rounds is 2"),
+        (["resources.ranks.generation=1", "rollout.swap_in_flight=2"], 2, "swap_in_flight is 2, but rollout.lag is 0"),
+        (
+            [
+                "resources.ranks.generation=1",
+                "rollout.lag=1",
+                "rollout.swap_in_flight=2",
+                "rollout.partial_max_rounds=2",
+            ],
+            2,
+            "swap_in_flight is 2, but rollout.partial_max_rounds is 2",
+        ),
         (["resources.ranks.generation=1", "--nodes=2"], 4, "but each of the job's 2 nodes has 2 ranks, which all"),
         (["resources.ranks.generation=2", "resources.generation.tensor=2"], 3, ""),
         (["resources.ranks.generation=1", "resources.generation.tensor=2"], 3, "tensor 2 does not divide"),
@@ -220,3 +235,66 @@ def test_a_lag_is_corrected_unless_the_loss_takes_none(tmp_path, settings, line)
     settings = [*settings, "resources.ranks.generation=1", "rollout.lag=1", "--ranks=2", "--all"]
     page = finished(run_job("check", tiny_config(tmp_path), f"run.dir={tmp_path}/run", *settings)).stdout
     assert line in (row.strip() for row in page.splitlines())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        pytest.param(2, [], id="plain"),
+        *(pytest.param(3, OPTIONS[name], id=name, marks=pytest.mark.slow)
+          for name in ("environment", "replayed experts")),
+    ],
+)  # fmt: skip
+def test_weights_that_change_in_flight_give_each_row_two_versions(tmp_path, ranks, settings):
+    folder, settings = tmp_path / "run", [
+        *settings, *APART, f"resources.ranks.generation={ranks - 1}", "rollout.lag=1", "rollout.swap_in_flight=5",
+        "checkpoint={interval: 3, keep_last: 9}",
+    ]  # fmt: skip
+    whole, digest = run(folder, *settings, ranks=ranks), weights_digest(tmp_path / "run", STEPS)
+    assert whole[0]["off_policy/max"] == 0
+    for metrics in whole[1:]:
+        ages = {name: count for name, count in metrics.items() if name.startswith("off_policy/lag_")}
+        assert ages.keys() == {"off_policy/lag_0", "off_policy/lag_1"}
+        assert min(ages.values()) > 0 and metrics["dock/trained"] + metrics["dock/dropped"] == 32
+    # As if it had been killed in step 4, with a batch of which the first part is generated.
+    shutil.rmtree(folder / "checkpoints" / "step_000006")
+    seed = partial(delay_at_random, 7)
+    assert without_bytes(run(folder, *settings, ranks=ranks, prepare=seed)) == without_bytes(whole)
+    assert weights_digest(folder, STEPS) == digest
+
+
+LOSES_LONG_ROWS = """
+from spmdrl.algorithms.policy.grpo import Grpo
+
+
+class LosesLongRows(Grpo):
+    def select(self, inputs):
+        return {**super().select(inputs), "long": inputs.lengths_B > 6}
+"""
+
+
+def trained_lengths(folder: Path) -> list[int]:
+    """Tokens of the responses that were trained, ascending."""
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return sorted(len(record["tokens"]) for record in records if record["advantage"] is not None)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_trained_rows_have_the_lengths_of_all_generated_ones(tmp_path):
+    # With weights that stay as they are, every run generates the same rows, whichever step trains them.
+    settings = ["optim.lr=0", f"train.max_steps={STEPS}", "log.samples_per_step=48", "algo.rollout_is=none"]
+    run(tmp_path / "together", *settings, ranks=1)
+    generated = trained_lengths(tmp_path / "together")
+    assert len(generated) == 32 * STEPS and len(set(generated)) > 3
+    ahead = [*settings, *APART, "rollout.lag=2"]
+    for name, more in {
+        "ahead": [], "in flight": ["rollout.swap_in_flight=4"], "several steps": ["rollout.partial_max_rounds=3"]
+    }.items():  # fmt: skip
+        run(tmp_path / name, *ahead, *more, ranks=2)
+        assert trained_lengths(tmp_path / name) == generated, name
+    # The comparison sees a loss of long rows.
+    (tmp_path / "loses.py").write_text(LOSES_LONG_ROWS)
+    run(tmp_path / "biased", *ahead, f"algo.name={tmp_path}/loses.py:LosesLongRows", ranks=2)
+    assert max(trained_lengths(tmp_path / "biased")) <= 6 < max(generated)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 from spmdrl.dataflow.data.prompts import PromptSource
 from spmdrl.dataflow.samples.balancing.dealing import groups_of_generation, groups_of_training
 from spmdrl.dataflow.samples.balancing.length_history import LengthHistory
 from spmdrl.dataflow.samples.dock import TransferDock
-from spmdrl.dataflow.samples.pending import PendingGroups, RoundRules
+from spmdrl.dataflow.samples.pending import PendingGroups, RoundRules, StepGroups
 from spmdrl.dataflow.samples.row_lives import Accounting
 from spmdrl.dataflow.samples.run_account import RunAccount
 from spmdrl.dataflow.samples.samples import Samples
@@ -42,7 +41,7 @@ class SampleFlow:
         self.history = LengthHistory(is_main=world.is_main)
         self.account = RunAccount(rollout.num_generations, is_main=world.is_main)
         self._prompts = prompts
-        self._serials: dict[int, Sequence[int]] = {}
+        self.groups: dict[int, StepGroups] = {}
         """groups of the open steps"""
         self._mesh = mesh
         self._group_size = rollout.num_generations
@@ -52,6 +51,11 @@ class SampleFlow:
     def most_rows(self) -> int:
         """Most rows that a step generates at once."""
         return self.pending.rules.most_groups * self._group_size
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """First rank of each replica."""
+        return self._mesh.leaders
 
     def open_dock(
         self, checked: CheckedRun, models: RoleModels, decoder: DecoderConfig, judges: GenerationMesh | None,
@@ -82,11 +86,10 @@ class SampleFlow:
         )  # fmt: skip
         self.dock = stack.enter_context(dock)
 
-    def open(self, step: int) -> Samples:
-        """Open the batch of a step: pending groups, if any, then new prompts, in order."""
+    def open(self, step: int, groups: StepGroups | None = None) -> Samples:
+        """Open the batch of a step: pending groups, if any, then new prompts, in order; or that of a checkpoint."""
         faultpoint("data")
-        groups = self.pending.of_step(step)
-        self._serials[step] = groups.serials
+        groups = self.groups[step] = groups or self.pending.of_step(step)
         prompts = [self._prompts.at(serial) for serial in groups.serials]
         return self.dock.open_batch(step, prompts, self._group_size, groups.holders)
 
@@ -95,7 +98,7 @@ class SampleFlow:
 
         Ranks that only generate return None.
         """
-        serials, accounting = self._serials.pop(samples.step), self.dock.close_batch(samples)
+        serials, accounting = self.groups.pop(samples.step).serials, self.dock.close_batch(samples)
         if accounting is None:
             return None
         self.account.open(samples.step, serials)

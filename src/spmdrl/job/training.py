@@ -57,7 +57,10 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     with run.console.doing("starting the generation engine"):
         replica = build_policys_replica(checked, prepared.source, world, sets)
     flow = SampleFlow(checked, prompts, replica.mesh, world)
-    rollouts = AheadRollouts(flow, sets, lag=config.rollout.lag, num_steps=checked.num_steps)
+    rollouts = AheadRollouts(
+        flow, sets, lag=config.rollout.lag, num_steps=checked.num_steps,
+        swaps_in_flight=config.rollout.swap_in_flight > 0,
+    )  # fmt: skip
     algorithm = StepAlgorithm(checked.algorithm, is_main=world.is_main)
     others = (flow.pending, algorithm, flow.history, flow.account, rollouts)
     run.resume(admitted, saved_state(config.checkpoint, models, *others, where=partial(OfMembers, sets.update)))
@@ -98,7 +101,8 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     stages = Stages(
         checked.slots, states, logs.timeline, switching.note_memory, hooks=hooks, sets=sets, attempts=attempts
     )
-    rollouts.connect(stages, switching, logs, run.checkpoints, admitted.identity)
+    generation = states.get(WorkerState.GENERATION)
+    rollouts.connect(stages, switching, logs, run.checkpoints, admitted.identity, generation)
     return Training(
         run=run,
         algorithm=algorithm,

@@ -25,6 +25,8 @@ _SETS = ((2, 1), (3, 1), (4, 2))
 _KINDS = {
     "plain": (),
     "calculator": ("environment.function=calculator", "rollout.stop=['=']"),
+    "weights in flight": ("rollout.swap_in_flight=4",),
+    "several steps": ("rollout.partial_max_rounds=3",),
     "critic": ("critic={}", "algo={name: ppo, kl_coef: 0.1}"),
 }
 

@@ -15,6 +15,7 @@ from spmdrl.dataflow.stages.inference import ScoreStage
 from spmdrl.dataflow.stages.quarantine import Quarantine
 from spmdrl.dataflow.stages.reward import RewardStage
 from spmdrl.dataflow.stages.rollout.generation import GenerationStage
+from spmdrl.dataflow.stages.rollout.in_flight import InFlightGenerationStage
 from spmdrl.dataflow.stages.rollout.partial import PartialGenerationStage
 from spmdrl.dataflow.stages.rollout.portions import build_portions
 from spmdrl.dataflow.stages.rollout.recorded import RecordedGeneration
@@ -22,7 +23,6 @@ from spmdrl.dataflow.stages.rollout.refill import Refill
 from spmdrl.dataflow.stages.rollout.turns import RolloutTurns, build_turns
 from spmdrl.dataflow.stages.stages import Attempts, Stage
 from spmdrl.engines.environment.journal import Journal
-from spmdrl.engines.generation.native.row_steps import Lockstep
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.run.run_logs import RunLogs
@@ -54,8 +54,9 @@ class Rollout:
             )  # fmt: skip
             generation = replace(generation, portions=portions)
         if pending.is_used:
-            lockstep = Lockstep(generation.mesh.expert, logs.world.device.torch_device)
-            return PartialGenerationStage(**vars(generation), pending=pending, lockstep=lockstep)
+            return PartialGenerationStage.of(generation, pending, logs.world.device.torch_device)
+        if config.rollout.swap_in_flight:
+            return InFlightGenerationStage(**vars(generation), num_steps=config.rollout.swap_in_flight)
         if config.debug.rollouts_from or config.debug.rollouts_to:
             names = (config.debug.rollouts_from, config.debug.rollouts_to)
             source, target = (Path(name) if name else None for name in names)
@@ -134,17 +135,18 @@ def check_rollouts(checked: CheckedRun) -> None:
             "responses only once generation has ended, and prompts are replaced by rewards before that; set "
             "algo.max_refills to 0"
         )
-    if config.environment.program and rollout.partial_max_rounds > 1:
+    continued = {"partial_max_rounds": rollout.partial_max_rounds > 1, "swap_in_flight": rollout.swap_in_flight > 0}
+    if config.environment.program and (key := next(filter(continued.get, continued), None)):
         raise ValueError(
-            f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, but {config.environment}, whose rows a later "
-            "step can't go on with, as it lacks their first messages; set rollout.partial_max_rounds to 1"
+            f"rollout.{key} is {getattr(rollout, key)}, but {config.environment}, whose rows a later step can't go on "
+            f"with, as it lacks their first messages; leave out rollout.{key}"
         )
     whole = {
         f"algo.name is {config.algo.name}, which compares whole rows": algorithm.unit_size > 1,
         "there is a reward.model, which rates whole rows": config.reward.model is not None,
         "teacher.prompt_column is the prompt of whole rows": config.teacher and config.teacher.prompt_column,
-        f"rollout.partial_max_rounds is {rollout.partial_max_rounds}, and a later step goes on with whole rows":
-            rollout.partial_max_rounds > 1,
+        **{f"rollout.{key} is {getattr(rollout, key)}, and a later step goes on with whole rows": value
+           for key, value in continued.items()},
     }  # fmt: skip
     if config.environment.on_fork == "split" and (needed := next(filter(whole.get, whole), None)):
         raise ValueError(
@@ -172,6 +174,17 @@ def check_rollouts(checked: CheckedRun) -> None:
 def _check_sets(checked: CheckedRun) -> None:
     """Raise ValueError for options that ranks which only generate, or only train, can't serve."""
     config, num_generating = checked.config, checked.config.resources.ranks.generation
+    num_steps, num_rounds = config.rollout.swap_in_flight, config.rollout.partial_max_rounds
+    if num_steps and config.rollout.lag == 0:
+        raise ValueError(
+            f"rollout.swap_in_flight is {num_steps}, but rollout.lag is 0: responses begin and end with the weights of "
+            "their own step; set rollout.lag to 1, or leave out rollout.swap_in_flight"
+        )
+    if num_steps and num_rounds > 1:
+        raise ValueError(
+            f"rollout.swap_in_flight is {num_steps}, but rollout.partial_max_rounds is {num_rounds}: responses over "
+            "several steps change weights already; leave out one of them"
+        )
     if num_generating == 0:
         if config.rollout.lag:
             raise ValueError(
@@ -180,7 +193,6 @@ def _check_sets(checked: CheckedRun) -> None:
             )
         return
     refused = {
-        f"rollout.partial_max_rounds is {config.rollout.partial_max_rounds}": config.rollout.partial_max_rounds > 1,
         f"algo.max_refills is {checked.algorithm.max_refills}": checked.algorithm.max_refills > 0,
         "there is a reward.judge": config.reward.judge is not None,
         "checkpoint.keep_rollouts is true": config.checkpoint.keep_rollouts,

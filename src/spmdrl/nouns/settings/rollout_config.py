@@ -52,6 +52,9 @@ class RolloutConfig:
     lag: Annotated[int, Ge(0)] = 0
     """number of steps between the weights that generate a step's responses and those that it trains: while ranks train
     one step, those of resources.ranks.generation generate a later one; 0: a step's own weights generate"""
+    swap_in_flight: Annotated[int, Ge(0)] = 0
+    """number of engine steps of a batch after which its unfinished responses go on with weights that are a training
+    step newer; training runs beside those steps, and with a lag of 1 waits for the rest; 0: weights don't change"""
     max_completion_length: Annotated[int, Ge(1)] = 256
     """largest number of tokens in a response, an environment's included"""
     temperature: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
