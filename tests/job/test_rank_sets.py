@@ -91,6 +91,9 @@ def test_a_step_ahead_every_option_trains_rows_of_the_schedules_age(tmp_path, se
         assert num_updates <= step["off_policy/mean"] <= step["off_policy/max"] == most
     # As if it had been killed in step 4.
     shutil.rmtree(folder / "checkpoints" / "step_000006")
+    if settings == OPTIONS["several steps"]:
+        less = run_job("train", folder.parent / "tiny.yaml", f"run.dir={folder}", *settings, *APART, ranks=2)
+        assert "rollout.lag is 0, but an earlier part of the run has generated for 1 later steps" in less.stderr
     assert without_bytes(run(folder, *settings, *APART, *lag)) == without_bytes(whole)
     assert weights_digest(folder, STEPS) == digest
 

@@ -1,9 +1,10 @@
 """Rows per second with ranks that only generate, a step ahead of those that train, beside the same ranks together.
 
-Three kinds of work, each on the calculator's recipe with its supervised start and without evaluations: `tool`, whose
-calculator sleeps for a log-normal time between 0.2 and 2 s per turn; `reward`, whose reward sleeps as long per
-response; `compute`, where nothing sleeps. Runs are made in turn. Each step's seconds are those of its fastest round;
-the first `lag` + 1 steps of a run aren't counted, nor are its last `lag`, in which one side has nothing to do.
+Three kinds of work, each on the calculator's recipe with one supervised start for all runs, PPO's critic, a reference,
+and no evaluations: `tool`, whose calculator sleeps for a log-normal time between 0.2 and 2 s per turn; `reward`, whose
+reward sleeps as long per response; `compute`, where nothing sleeps. Runs are made in turn. Each step's seconds are
+those of its fastest round; the first `lag` + 1 steps of a run aren't counted, nor are its last `lag`, in which one side
+has nothing to do.
 
 With `--delays N`, N runs of small jobs are delayed at random instead, and must have the bits of undelayed ones.
 """
@@ -22,7 +23,7 @@ import yaml
 
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn
-from tests.bench.harness.train_runs import train_steps
+from tests.bench.harness.train_runs import run_verb, train_steps, words_of
 from tests.bench.rollout.ahead_delays import delays
 from tests.bench.rollout.sessions import RECIPE, fastest
 
@@ -72,6 +73,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         if arguments.delays:
             return delays(folder, arguments.delays)
         (folder / "slow.py").write_text(_FUNCTIONS)
+        start = _recipe(arguments) | {"sft.max_steps": arguments.start, "train.max_steps": 1}
+        run_verb(words_of("train", start, folder / "start"), num_ranks=2)
         for work in arguments.only.split(","):
             lags = {"together": 0, "apart": arguments.lag}
             runs = {kind: functools.partial(_train, arguments, folder, work, lag) for kind, lag in lags.items()}
@@ -107,28 +110,30 @@ def _figures(rounds: list[list[dict[str, float]]], num_rows: int) -> dict[str, f
     }
 
 
+def _recipe(arguments: argparse.Namespace, **sections: object) -> dict[str, object]:
+    """The recipe's settings, with these sections in place of its own."""
+    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe["model"]["make"] |= {"hidden_size": arguments.hidden, "intermediate_size": 3 * arguments.hidden}
+    texts = {name: json.dumps(section) for name, section in (recipe | sections).items()}
+    return texts | {"data.eval": "null", "checkpoint.interval": 0, "resources.device": "cpu"}
+
+
 def _train(arguments: argparse.Namespace, folder: Path, work: str, lag: int) -> list[dict[str, float]]:
-    recipe = {section: json.dumps(settings) for section, settings in yaml.safe_load(RECIPE.read_text()).items()}
     tool, reward = f"{folder / 'slow.py'}:SlowCalculator", f"{folder / 'slow.py'}:slow_exact"
     # A rank alone has the processes of all those that share the work otherwise.
     share = 1 if lag else arguments.ranks
     workers = max(1, arguments.workers // share)
-    settings = recipe | {
+    own = {"model": {"path": str(folder / "start" / "warm_start")}, "sft": {}, "critic": {}}
+    settings = _recipe(arguments, **own, algo={"name": "ppo", "kl_coef": 0.01}) | {
         "environment.function": tool if work == "tool" else "calculator",
         "environment.workers": workers if work == "tool" else 1,
         "reward.functions": json.dumps([reward if work == "reward" else "exact"]),
         "reward.workers": workers if work == "reward" else 1,
         "rollout.prompts_per_step": arguments.prompts,
-        "model.make.hidden_size": arguments.hidden,
-        "model.make.intermediate_size": 3 * arguments.hidden,
-        "sft.max_steps": arguments.start,
         "train.max_steps": arguments.steps,
         "resources.update": "{data: 0, shard: 1}",
         "rollout.lag": lag,
         "resources.ranks.generation": arguments.generating if lag else 0,
-        "data.eval": "null",
-        "checkpoint.interval": 0,
-        "resources.device": "cpu",
     }
     steps = train_steps(folder / "run", settings, num_ranks=arguments.ranks)
     shutil.rmtree(folder / "run")

@@ -87,13 +87,11 @@ class AheadRollouts:
         if isinstance(generation, InFlightGenerationStage):
             self._in_flight = generation
         self._carries = self._flow.pending.is_used
-        numbers = (
-            sorted(int(path.name) for path in self._saved.iterdir()) if self._saved and self._saved.is_dir() else []
-        )
-        if self._carries and len(numbers) > self._lag:
+        num_saved = len([*self._saved.glob("*")]) if self._saved else 0
+        if self._carries and num_saved > self._lag:
             raise ValueError(
-                f"rollout.lag is {self._lag}, but an earlier part of the run is {len(numbers)} steps ahead, whose "
-                "unfinished responses later steps go on with; set rollout.lag to that number or more"
+                f"rollout.lag is {self._lag}, but an earlier part of the run has generated for {num_saved} later "
+                f"steps, some of whose responses are unfinished; set rollout.lag to {num_saved} or more"
             )
         self._kept = KeptRollouts(checkpoints, logs, identity, self._flow.pending)
         # Stages of a batch are timed in its own step, whose metrics come `lag` steps later.
