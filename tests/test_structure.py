@@ -90,8 +90,6 @@ def test_the_tree_keeps_within_its_budget(found):
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_keeps_within_its_budget_of_files_and_threads():
-    package = ROOT / "src" / PACKAGE
-    files, _ = what_runs(package, 1)
+    files, threads = what_runs(ROOT / "src" / PACKAGE)
     assert len(on_a_rows_way(files)) <= BUDGET["files from prompt to gradient"], on_a_rows_way(files)
-    _, threads = what_runs(package, 2)
     assert len(threads) <= BUDGET["threads per rank"], threads

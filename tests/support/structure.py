@@ -35,11 +35,11 @@ QUESTIONS = {"what", "whether", "where", "how", "which", "who", "when", "that", 
 ON_A_ROWS_WAY = re.compile(r"algorithms|dataflow|engines|nouns|runtime/workers|verbs|train")
 BESIDE_IT = re.compile(r"resharding|checkpoint|manifest|state\.py|models/hf|volume")
 
-FILES_OF_A_STEP = """
+RUNNING = """
 import json, os, sys, threading
 from pathlib import Path
 
-out = Path(sys.argv.pop() + os.environ.get("RANK", "0"))
+folder, ranks = Path(sys.argv[-2]), json.loads(sys.argv.pop())
 seen, threads, in_loop = set(), set(), []
 
 def watch(frame, event, argument):
@@ -52,12 +52,20 @@ def watch(frame, event, argument):
     if in_loop and event == "call" and not code.co_name.startswith("<"):
         seen.add(code.co_filename.rpartition("/spmdrl/")[2])
 
-# Imported before, as watching makes it slow.
+# Imported before, as watching makes it slow, and once for all ranks.
 import spmdrl.engines.generation.native.native_engine, spmdrl.verbs.train, torch.distributed.pipelining
 from spmdrl.__main__ import main
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-if out.name == "rank0":
+for job, own in ranks:
+    if os.fork() == 0:
+        break
+else:
+    sys.exit(any([os.wait()[1] for _ in ranks]))
+os.environ.update(own)
+sys.argv[-1] = f"run.dir={folder / job}"
+is_first = own.get("RANK", "0") == "0"
+if is_first:
     threading.setprofile(watch)
     sys.setprofile(watch)
 try:
@@ -66,7 +74,9 @@ except SystemExit as end:
     assert not end.code, end.code
 finally:
     sys.setprofile(None)
-    out.write_text(json.dumps([sorted(seen), sorted(name for _, name in threads)]))
+    if is_first:
+        found = {"files": sorted(seen), "threads": sorted(name for _, name in threads)}
+        (folder / f"{job}.json").write_text(json.dumps(found))
 """
 
 
@@ -233,25 +243,21 @@ def holds_code(path: Path) -> bool:
     return path.is_dir() and (path / "__init__.py").exists()
 
 
-def what_runs(package: Path, num_ranks: int) -> tuple[list[str], list[str]]:
-    """The files whose functions run in the loop of a small job on rank 0, and its Python threads there."""
+def what_runs(package: Path) -> tuple[list[str], list[str]]:
+    """The files whose functions run in the loop of a small job on one rank, and the Python threads of rank 0 of two."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        (folder / "job.py").write_text(FILES_OF_A_STEP)
+        (folder / "job.py").write_text(RUNNING)
+        ranks = [("one", {}), *(("two", rank_environment(rank, 2, 2, store.port)) for rank in range(2))]
         command = [
-            sys.executable, str(folder / "job.py"), "train", str(tiny_config(folder)), f"run.dir={folder / 'run'}",
-            "train.max_steps=2", "checkpoint.interval=0", str(folder / "rank"),
+            sys.executable, str(folder / "job.py"), "train", str(tiny_config(folder)), "train.max_steps=2",
+            "checkpoint.interval=0", str(folder), json.dumps(ranks),
         ]  # fmt: skip
-        ranks = []
-        for rank in range(num_ranks):
-            own = rank_environment(rank, num_ranks, num_ranks, store.port) if num_ranks > 1 else {}
-            env = environment(**own, PYTHONPATH=str(package.parent))
-            ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL))
-        if any(codes := [rank.wait() for rank in ranks]):
-            raise RuntimeError(f"ranks ended with {codes}")
-        files, threads = json.loads((folder / "rank0").read_text())
-        return files, threads
+        env = environment(PYTHONPATH=str(package.parent))
+        subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        one, two = (json.loads((folder / f"{job}.json").read_text()) for job in ("one", "two"))
+        return one["files"], two["threads"]
 
 
 def on_a_rows_way(files: Iterable[str]) -> list[str]:
@@ -261,8 +267,7 @@ def on_a_rows_way(files: Iterable[str]) -> list[str]:
 
 def main() -> None:
     package = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "src") / PACKAGE
-    ran, _ = what_runs(package, 1)
-    _, threads = what_runs(package, 2)
+    ran, threads = what_runs(package)
     found = figures(package) | {"files_of_a_step": len(ran), "files_from_prompt_to_gradient": len(on_a_rows_way(ran))}
     for name, value in (found | {"threads": threads}).items():
         print(f"{name:40} {value}")
