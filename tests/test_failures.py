@@ -175,7 +175,9 @@ def test_another_nodes_launcher_shows_the_same_cause_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as bound:
         endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]
-    command = [sys.executable, "-m", PLAIN, *meeting, str(script), "train", config, f"run.dir={tmp_path / 'run'}"]
+    # Where ranks fail, torchrun leaves its folder behind.
+    launcher = [sys.executable, "-m", PLAIN, *meeting, f"--log-dir={tmp_path / 'logs'}"]
+    command = [*launcher, str(script), "train", config, f"run.dir={tmp_path / 'run'}"]
     screens = [tmp_path / f"node{node}" for node in range(2)]
     nodes = []
     for screen in screens:

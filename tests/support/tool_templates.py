@@ -6,7 +6,7 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from tokenizers import AddedToken
 
@@ -138,4 +138,6 @@ FOREIGN_ZOO = [specimen(path.name, path.read_text(encoding="utf-8")) for path in
 def renderer_of(name: str) -> Renderer:
     """Load the renderer of a specimen of any zoo, once per process."""
     found = next(one for one in [*ZOO, *TOOL_ZOO, *FOREIGN_ZOO] if one.name == name)
-    return Renderer(ModelTokenizer(found.make(Path(mkdtemp()))))
+    with TemporaryDirectory() as folder:
+        # All is in memory once it is loaded.
+        return Renderer(ModelTokenizer(found.make(Path(folder))))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -102,16 +102,17 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 @cache
 def renderer_of(kind: str) -> Renderer:
     """One of the shapes that people have."""
-    folder = Path(mkdtemp())
     make = {
-        "chatml": lambda: byte_level_folder(folder, CHATML, eos="<|im_end|>"),
-        "chatml, other eos": lambda: byte_level_folder(folder, CHATML),
-        "llama 3, two begin tokens": lambda: byte_level_folder(folder, LLAMA3, post="<s> $A"),
-        "llama 3, eos added": lambda: byte_level_folder(folder, LLAMA3, post="<s> $A </s>", eos="<|eot|>"),
-        "llama 2": lambda: byte_fallback_folder(folder, LLAMA2),
-        "system moves": lambda: byte_level_folder(folder, MOVES_SYSTEM, post="<s> $A"),
+        "chatml": partial(byte_level_folder, template=CHATML, eos="<|im_end|>"),
+        "chatml, other eos": partial(byte_level_folder, template=CHATML),
+        "llama 3, two begin tokens": partial(byte_level_folder, template=LLAMA3, post="<s> $A"),
+        "llama 3, eos added": partial(byte_level_folder, template=LLAMA3, post="<s> $A </s>", eos="<|eot|>"),
+        "llama 2": partial(byte_fallback_folder, template=LLAMA2),
+        "system moves": partial(byte_level_folder, template=MOVES_SYSTEM, post="<s> $A"),
     }
-    return Renderer(ModelTokenizer(make[kind]()))
+    with TemporaryDirectory() as folder:
+        # All is in memory once it is loaded.
+        return Renderer(ModelTokenizer(make[kind](Path(folder))))
 
 
 KINDS = ["chatml", "chatml, other eos", "llama 3, two begin tokens", "llama 3, eos added", "llama 2", "system moves"]
