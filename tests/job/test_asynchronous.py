@@ -59,10 +59,11 @@ PAIRS = "data.train=synthetic://addition?low=0&high=9&count=40&max_error=5"
 OTHER_JOBS = {
     "sft": ["sft", "sft.max_steps=4"],
     "preferences": ["preferences", PAIRS, "preferences={max_steps: 4, rows_per_step: 7}"],
-    "a critic": ["train", "algo.name=ppo", "critic={}", "train.max_steps=2"],
-    "experts": ["train", "model.make.model_type=deepseek_v3", "checkpoint.dtype=bfloat16", "train.max_steps=2"],
-    "adapters": ["train", "lora={rank: 2}", "train.max_steps=2"],
-}
+    "a critic, experts and adapters": [
+        "train", "algo.name=ppo", "critic={}", "model.make.model_type=deepseek_v3", "checkpoint.dtype=bfloat16",
+        "lora={rank: 2}", "train.max_steps=2",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.ranks
