@@ -56,7 +56,7 @@ MODELS = {
     ("ranks", "model", "num_steps"),
     [
         (1, "dense", 3),
-        *(pytest.param(2, model, 20, marks=pytest.mark.slow) for model in ("dense", "sparse")),
+        *(pytest.param(2, model, 8, marks=pytest.mark.slow) for model in ("dense", "sparse")),
         pytest.param(1, "sparse", 3, marks=pytest.mark.slow),
         *(pytest.param(2, model, 3, marks=pytest.mark.slow) for model in ("hybrid", "sinks")),
     ],
