@@ -23,6 +23,7 @@ from tests.support.jobs import (
 from tests.test_train import kill_after_step
 
 STEPS = 6
+FEWER_STEPS = 4
 APART = ["resources.ranks.generation=1", f"train.max_steps={STEPS}"]
 # Bytes that ranks exchange depend on the number of ranks.
 OF_RANKS = ("reshard/", "dock/", "perf/", "update/")
@@ -46,17 +47,20 @@ def seconds_of(folder: Path) -> float:
 
 SPARSE = ["model.make.model_type=qwen3_moe", "model.make.num_experts=4", "model.make.num_experts_per_tok=2",
           "model.make.moe_intermediate_size=32"]  # fmt: skip
+# Each is in the bits of a run, so that one run can have several.
 OPTIONS = {
     "reference": ["algo.kl_coef=0.1"],
-    "critic": ["critic={}", "algo={name: ppo, kl_coef: 0.1}"],
-    "adapters": ["lora={rank: 4}", "train.updates_per_step=2"],
-    "merged adapters": ["lora={rank: 4, merge: true}"],
+    "critic and evaluations": [
+        "critic={}", "algo={name: ppo, kl_coef: 0.1}",
+        "data.eval=synthetic://addition?low=0&high=9&count=10&split=test", "eval.interval=2",
+    ],
+    "adapters in an environment": [
+        "lora={rank: 4}", "train.updates_per_step=2", "environment.function=calculator", "rollout.stop=['=']",
+    ],
     "several steps": ["rollout.partial_max_rounds=3"],
-    "replayed experts": [*SPARSE, "train.routing.replay=rollout"],
-    "environment": ["environment.function=calculator", "rollout.stop=['=']"],
+    "merged adapters of replayed experts": [*SPARSE, "train.routing.replay=rollout", "lora={rank: 4, merge: true}"],
     "exact mode": ["debug.batch_invariant=true"],
-    "evaluations": ["data.eval=synthetic://addition?low=0&high=9&count=10&split=test", "eval.interval=2"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.ranks
@@ -68,34 +72,36 @@ OPTIONS = {
     ],
 )
 def test_two_sets_without_a_lag_have_the_bits_of_one_rank(tmp_path, settings):
-    settings = [*settings, f"train.max_steps={STEPS}"]
+    settings = [*settings, f"train.max_steps={FEWER_STEPS}"]
     one = run(tmp_path / "one", *settings, ranks=1)
-    two = run(tmp_path / "two", *settings, *APART)
+    two = run(tmp_path / "two", APART[0], *settings)
     for alone, apart in zip(one, two, strict=True):
         same = {name for name in alone if not name.startswith(OF_RANKS)}
         assert {name: apart.get(name) for name in same} == {name: alone[name] for name in same}
-    assert weights_digest(tmp_path / "two", STEPS) == weights_digest(tmp_path / "one", STEPS)
+    assert weights_digest(tmp_path / "two", FEWER_STEPS) == weights_digest(tmp_path / "one", FEWER_STEPS)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS.keys())
 def test_a_step_ahead_every_option_trains_rows_of_the_schedules_age(tmp_path, settings):
-    folder, lag = tmp_path / "run", ["rollout.lag=1", "checkpoint={interval: 3, keep_last: 9}"]
-    whole, digest = run(folder, *settings, *APART, *lag), weights_digest(tmp_path / "run", STEPS)
+    folder, lag = tmp_path / "run", ["rollout.lag=1", "checkpoint={interval: 2, keep_last: 9}"]
+    is_of_several = settings == OPTIONS["several steps"]
+    settings = [APART[0], f"train.max_steps={FEWER_STEPS}", *settings]
+    whole, digest = run(folder, *settings, *lag), weights_digest(folder, FEWER_STEPS)
     num_updates = whole[1]["off_policy/max"]
     assert num_updates >= 1 and whole[0]["off_policy/max"] == 0
     # Rows of several steps have tokens of each.
-    most = 2 * num_updates if settings == OPTIONS["several steps"] else num_updates
+    most = 2 * num_updates if is_of_several else num_updates
     for step in whole[2:]:
         assert num_updates <= step["off_policy/mean"] <= step["off_policy/max"] == most
-    # As if it had been killed in step 4.
-    shutil.rmtree(folder / "checkpoints" / "step_000006")
-    if settings == OPTIONS["several steps"]:
-        less = run_job("train", folder.parent / "tiny.yaml", f"run.dir={folder}", *settings, *APART, ranks=2)
+    # As if it had been killed in step 3.
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    if is_of_several:
+        less = run_job("train", folder.parent / "tiny.yaml", f"run.dir={folder}", *settings, ranks=2)
         assert "rollout.lag is 0, but an earlier part of the run has generated for 1 later steps" in less.stderr
-    assert without_bytes(run(folder, *settings, *APART, *lag)) == without_bytes(whole)
-    assert weights_digest(folder, STEPS) == digest
+    assert without_bytes(run(folder, *settings, *lag)) == without_bytes(whole)
+    assert weights_digest(folder, FEWER_STEPS) == digest
 
 
 @pytest.mark.ranks
@@ -174,16 +180,16 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path, step):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_requested_stop_ends_the_run_at_a_meeting(tmp_path):
-    settings = [*APART, "rollout.lag=1", "train.max_steps=30"]
+    settings = [*APART, "rollout.lag=1", "train.max_steps=16"]
     whole, folder = run(tmp_path / "whole", *settings), tmp_path / "stopped"
     ask, config = partial(ask_after_steps, folder / "metrics.jsonl", 3), tiny_config(tmp_path)
     stopped = run_job("train", config, f"run.dir={folder}", *settings, ranks=2, prepare=ask)
     assert stopped.returncode == STOPPED, stopped.stderr
     num_done = len(metrics_of(folder))
-    assert 3 <= num_done < 30
+    assert 3 <= num_done < 16
     assert (folder / "checkpoints" / f"step_{num_done:06d}" / "ahead" / f"{num_done + 1}").is_dir()
     assert without_bytes(run(folder, *settings)) == without_bytes(whole)
-    assert weights_digest(folder, 30) == weights_digest(tmp_path / "whole", 30)
+    assert weights_digest(folder, 16) == weights_digest(tmp_path / "whole", 16)
 
 
 @pytest.mark.ranks
@@ -191,7 +197,7 @@ def test_a_requested_stop_ends_the_run_at_a_meeting(tmp_path):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_step_is_replayed_in_one_process_unless_it_was_generated_ahead(tmp_path, lag):
     folder = tmp_path / "run"
-    run(folder, *APART, f"rollout.lag={lag}", "checkpoint={interval: 1, keep_last: 9}")
+    run(folder, *APART, "train.max_steps=3", f"rollout.lag={lag}", "checkpoint={interval: 1, keep_last: 9}")
     again = run_job("replay", folder, "--step=3", "--row=0", "--row=31")
     assert (again.returncode == 0) == (lag == 0), again.stdout + again.stderr
     assert ("rollout.lag is 1" in again.stderr) == (lag == 1)
@@ -246,7 +252,7 @@ def test_a_lag_is_corrected_unless_the_loss_takes_none(tmp_path, settings, line)
     [
         pytest.param(2, [], id="plain"),
         *(pytest.param(3, OPTIONS[name], id=name, marks=pytest.mark.slow)
-          for name in ("environment", "replayed experts")),
+          for name in ("adapters in an environment", "merged adapters of replayed experts")),
     ],
 )  # fmt: skip
 def test_weights_that_change_in_flight_give_each_row_two_versions(tmp_path, ranks, settings):
