@@ -157,11 +157,13 @@ TURNS = (
     "more",
     [
         [],
-        ["resources.generation.tensor=2"],
-        ["rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis"],
+        [
+            "resources.generation.tensor=2",
+            "rollout.partial_max_rounds=3", "rollout.partial_extra_prompts=8", "algo.rollout_is=tis",
+        ],
     ],
-    ids=["replicas", "tensor parallel", "over several steps"],
-)
+    ids=["replicas", "tensor parallel, over several steps"],
+)  # fmt: skip
 def test_turns_under_way_are_given_up_where_ranks_score_portions_meanwhile(more, tmp_path):
     config = tiny_config(tmp_path)
     (tmp_path / "slow.py").write_text(ENVIRONMENT)
