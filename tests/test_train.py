@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl.observability.timeline import read_timeline
+from tests.job.test_stopping import die_after_steps
 from tests.support.jobs import (
     environment,
     finished,
@@ -81,16 +83,21 @@ def test_the_same_seed_gives_the_same_bits_on_two_ranks(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path, rounds):
+@pytest.mark.parametrize(("rounds", "launched"), [pytest.param(1, False, marks=pytest.mark.slow), (3, True)])
+def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path, rounds, launched):
     config = tiny_config(tmp_path)
     settings = ["train.max_steps=12", "checkpoint.interval=2", "log.backends=[console,jsonl]"]
     settings.append(f"rollout.partial_max_rounds={rounds}")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finished(run_job("train", config, f"run.dir={whole}", *settings, ranks=2))
     assert (metrics_of(whole)[6].get("dock/deferred", 0) > 0) == (rounds > 1)
-    command = job_command("train", config, f"run.dir={killed}", *settings, ranks=2)
-    kill_after_step(command, killed, step=5)
+    job = ("train", config, f"run.dir={killed}", *settings)
+    if launched:
+        kill_after_step(job_command(*job, ranks=2), killed, step=5)
+    else:
+        prepare = partial(die_after_steps, killed / "metrics.jsonl", 5)
+        assert run_job(*job, ranks=2, prepare=prepare).returncode == -signal.SIGKILL
+    assert len(metrics_of_started(killed)) < 12, "the job was done before it could be killed"
     resumed = finished(run_job("train", config, f"run.dir={killed}", *settings, ranks=2))
     assert "resumed from" in resumed.stdout
     assert [step["step"] for step in metrics_of(killed)] == list(range(1, 13))
@@ -139,7 +146,6 @@ def kill_after_step(command: list[str], folder: Path, *, step: int) -> None:
     finally:
         kill_session(job.pid)
         job.wait()
-    assert len(metrics_of_started(folder)) < 12, "the job was done before it could be killed"
 
 
 def kill_session(leader: int) -> None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.bench.rollout.ahead_delays import delay_at_random
-from tests.job.test_stopping import STOPPED, ask_after_steps
+from tests.job.test_stopping import STOPPED, ask_after_steps, die_after_steps
 from tests.support.jobs import (
     finished,
-    job_command,
     metrics_of,
     run_job,
     tiny_config,
     untimed,
     weights_digest,
 )
-from tests.test_train import kill_after_step
 
 STEPS = 6
 FEWER_STEPS = 4
@@ -166,13 +165,16 @@ def test_a_resumed_run_trains_the_rows_that_were_generated_ahead(tmp_path, lag):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path, step):
+def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path):
     settings = [*APART, "rollout.lag=1", "checkpoint.interval=1", "train.max_steps=12"]
     whole = run(tmp_path / "whole", *settings)
     config, folder = tiny_config(tmp_path), tmp_path / "killed"
-    command = job_command("train", config, f"run.dir={folder}", *settings, ranks=2)
-    kill_after_step(command, folder, step=step)
+    for step in (1, 4):
+        kill = partial(die_after_steps, folder / "metrics.jsonl", step)
+        killed = run_job("train", config, f"run.dir={folder}", *settings, ranks=2, prepare=kill)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        # Lines, of which the last may be a part.
+        assert step <= len((folder / "metrics.jsonl").read_text().splitlines()) < 12
     assert without_bytes(run(folder, *settings)) == without_bytes(whole)
     assert weights_digest(folder, 12) == weights_digest(tmp_path / "whole", 12)
 

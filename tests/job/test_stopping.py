@@ -173,15 +173,23 @@ def test_turns_under_way_are_given_up_where_ranks_score_portions_meanwhile(more,
 
 
 def ask_after_steps(path: Path, number: int) -> None:
-    """Send this process SIGUSR1 once so many steps are logged."""
+    """Send one rank SIGUSR1 once so many steps are logged."""
+    if os.environ.get("RANK", "1") == "1":
+        _signal_after_steps(path, number, signal.SIGUSR1)
 
+
+def die_after_steps(path: Path, number: int) -> None:
+    """Kill each rank once so many steps are logged."""
+    _signal_after_steps(path, number, signal.SIGKILL)
+
+
+def _signal_after_steps(path: Path, number: int, sent: signal.Signals) -> None:
     def watch() -> None:
         while not path.exists() or len(path.read_text().splitlines()) < number:
             time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), sent)
 
-    if os.environ.get("RANK", "1") == "1":
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 PAIRS = ("data.train=synthetic://addition?low=0&high=9&count=40&max_error=5",)
