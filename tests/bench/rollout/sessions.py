@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--start", type=int, default=40, help="steps of the supervised start")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first of which is not counted")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, of 8 responses each")
     parser.add_argument("--rounds", type=int, default=5, help="how often both run in turn")
 
 
@@ -92,7 +93,7 @@ def _train(arguments: argparse.Namespace, folder: Path, function: str) -> Traine
     recipe = {section: json.dumps(settings) for section, settings in yaml.safe_load(RECIPE.read_text()).items()}
     settings = recipe | {
         "environment.function": function, "sft.max_steps": arguments.start, "train.max_steps": arguments.steps,
-        "data.eval": "null", "checkpoint.interval": arguments.steps,
+        "rollout.prompts_per_step": arguments.prompts, "data.eval": "null", "checkpoint.interval": arguments.steps,
         "resources.device": "cpu",
     }  # fmt: skip
     steps = train_steps(folder, settings, num_ranks=arguments.ranks)
