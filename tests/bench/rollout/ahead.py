@@ -52,7 +52,7 @@ WORKLOADS = ("tool", "reward", "compute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=",".join(WORKLOADS), help="kinds of work")
+    parser.add_argument("--only", help="kinds of work, or of delayed runs; default: all")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--generating", type=int, default=1, help="how many of them only generate")
     parser.add_argument("--lag", type=int, default=1)
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     with tempfile.TemporaryDirectory(prefix="spmdrl-bench-") as name:
         folder = Path(name)
         if arguments.delays:
-            return delays(folder, arguments.delays)
+            return delays(folder, arguments.delays, arguments.only)
         (folder / "slow.py").write_text(_FUNCTIONS)
         start = _recipe(arguments) | {"sft.max_steps": arguments.start, "train.max_steps": 1}
         run_verb(words_of("train", start, folder / "start"), num_ranks=2)
-        for work in arguments.only.split(","):
+        for work in (arguments.only or ",".join(WORKLOADS)).split(","):
             lags = {"together": 0, "apart": arguments.lag}
             runs = {kind: functools.partial(_train, arguments, folder, work, lag) for kind, lag in lags.items()}
             seconds = {}

@@ -42,9 +42,9 @@ def delay_at_random(seed: int, most_seconds: float = MOST_SECONDS) -> None:
     fault_points.hook = sleep
 
 
-def delays(root: Path, num_runs: int) -> BenchTable:
+def delays(root: Path, num_runs: int, only: str | None = None) -> BenchTable:
     """So many delayed runs in equal shares of lags, sets and kinds of steps. Raises RuntimeError if a run fails."""
-    cells = [(lag, *ranks, kind) for kind in _KINDS for lag in _LAGS for ranks in _SETS]
+    cells = [(lag, *ranks, kind) for kind in (only.split(",") if only else _KINDS) for lag in _LAGS for ranks in _SETS]
     rows = []
     for index, (lag, ranks, generating, kind) in enumerate(cells):
         share = num_runs * (index + 1) // len(cells) - num_runs * index // len(cells)
