@@ -47,8 +47,9 @@ _SHORT: Settings = {
     "log.samples_per_step": 32,
     "data.eval": "null",
 }
-# Its job has to end within the time limit of FaultJobs; that of one rank has more rows, and isn't tried.
+# Its jobs have to end within the time limit of FaultJobs; that of one rank has more rows.
 _FEW_ROWS: Settings = {"rollout.prompts_per_step": 4, "rollout.num_generations": 2}
+_FEW_STEPS: Settings = {"train.max_steps": 2}
 # Of a shorter one, rewards of a prompt's rows hardly differ.
 _LONG_START: Settings = {"sft.max_steps": 400, "checkpoint.interval": 0}
 
@@ -136,8 +137,8 @@ def killed(name: str, source: Source, folder: Path, moments: Sequence[str]) -> d
             row[moment] = _killed_once(jobs, run, fault) or difference(whole, _outcome(run)) or EQUAL
         else:
             row[moment] = _killed_beside(calls, jobs, run, fault, is_scripted=name == _SESSION)
-    is_left_out = name == VERIFIERS or (calls and name != _SESSION)
-    row["one rank"] = NOT_TRIED if is_left_out else _on_one_rank(folder, settings, calls)
+    settings |= _FEW_STEPS if name == VERIFIERS else {}
+    row["one rank"] = NOT_TRIED if calls and name != _SESSION else _on_one_rank(folder, settings, calls)
     return row
 
 
@@ -241,11 +242,12 @@ def _on_one_rank(folder: Path, settings: Settings, calls: Calls | None) -> str:
         run_verb(words_of("sft", {**settings, **_LONG_START}, start), num_ranks=1)
         settings = {**settings, "model.make": "null", "model.path": start, "sft.max_steps": 0}
     words, found = [*_words(settings), *IN_ONE_ORDER], []
+    last_step = int(str(settings["train.max_steps"]))
     if calls:
         calls.begin()
     for num_ranks in (2, 1):
         run = _finished(FaultJobs(folder, num_ranks, *words), f"ranks_{num_ranks}")
-        found.append({"tokens and observations": _samples(run), "weights": weights_digest(run, _LAST_STEP)})
+        found.append({"tokens and observations": _samples(run), "weights": weights_digest(run, last_step)})
         if calls and num_ranks == 2:
             calls.repeat()
     return difference(*found) or EQUAL
