@@ -12,6 +12,7 @@ from spmdrl.config.reader import LoadedConfig, start_up
 from spmdrl.dataflow.data.prompts import LearntRows, PromptSource
 from spmdrl.engines.environment.environment_runner import name_of_tool
 from spmdrl.engines.models.tokenizer import ModelTokenizer
+from spmdrl.job.rollouts.rank_split import split_line
 from spmdrl.job.settings_of_run import with_settings_of_run
 from spmdrl.job.start.checked_rows import unread_columns
 from spmdrl.job.start.checked_run import ON_PAIRS, CheckedRun, Verb
@@ -130,6 +131,9 @@ def _layouts(checked: CheckedRun, launch: LaunchEnvironment) -> Iterator[str]:
     yield f"generation layout: {generation}, replicas: {len(generating) // generation.tensor}"
     if updating != generating:
         yield f"ranks that train: {len(updating)}; ranks that generate: {len(generating)}"
+    folder = checked.config.run.folder
+    if split := split_line(folder, len(updating), len(generating), are_apart=updating != generating):
+        yield f"by the steps in {folder}: {split}"
     if checked.verb == "train":
         yield "schedule: worker state (model; phase): columns read -> made"
         yield from (f"    {slot}" for slot in checked.slots)

@@ -35,11 +35,11 @@ from spmdrl.dataflow.stages.stages import Stage, Stages
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.kept_rollouts import METRICS, KeptRollouts
+from spmdrl.job.rollouts.rank_split import split_line
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.run_folder import on_every_rank
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.sample_flow import SampleFlow
-from spmdrl.observability.log import read_metrics
 from spmdrl.observability.metrics import Stat, Table, table_of, totals_of
 from spmdrl.resources.collectives import barrier, gather_bytes
 from spmdrl.resources.rank_sets import RankSets
@@ -220,24 +220,12 @@ class AheadRollouts:
         """Find the batches of a checkpoint; they are read once the dock is open."""
         self._saved = folder / FOLDER
 
-    def balance(self) -> str:
-        """Describe the waits of both sets in the run so far, and the split of ranks that would even them out.
-
-        Empty without a lag, as the sets take turns then, and on other ranks than the main one.
-        """
-        history = [metrics for _, metrics in read_metrics(self._logs.folder) if "time/wait_for_update" in metrics]
-        if not history or not self._lag or not self._logs.world.is_main:
-            return ""
-        updating, generating = len(self._sets.update.ranks), len(self._sets.generation.ranks)
-        seconds, *waits = (
-            sum(metrics.get(f"time/{name}", 0.0) for metrics in history)
-            for name in ("step", "wait_for_generation", "wait_for_update")
-        )
-        busy = [(seconds - wait) * ranks for wait, ranks in zip(waits, (updating, generating), strict=True)]
-        even = min(max(round((updating + generating) * busy[1] / sum(busy)), 1), updating + generating - 1)
-        idle = [f"{wait / seconds:.0%}" for wait in waits]
-        advice = "which is as even as can be" if even == generating else f"resources.ranks.generation={even} is nearer"
-        return f"ranks that train waited {idle[0]} of the time, those that generate {idle[1]}: {advice}"
+    def balance(self) -> str | None:
+        """Return `split_line` on the main rank of a run with a lag: without one, the sets take turns."""
+        if not self._lag or not self._logs.world.is_main:
+            return None
+        sets = self._sets
+        return split_line(self._logs.folder, len(sets.update.ranks), len(sets.generation.ranks), are_apart=True)
 
     def _restore(self, step: int) -> None:
         """Open the batches that a checkpoint had for the steps from this one on. Collective."""
