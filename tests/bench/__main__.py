@@ -41,6 +41,7 @@ BENCHES = {
     "checkpoints": "training.checkpoint_waits",
     "faults": "faults.faults_bench",
     "fusion": "training.fusion",
+    "lags": "learning.lags_bench",
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
     "overhead": "training.overhead",

@@ -1,4 +1,4 @@
-"""Held-out accuracy over steps as one SVG: a panel per algorithm, all on the same scale."""
+"""Accuracy over steps as one SVG: a panel per algorithm, or per group of them, all on the same scale."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from tests.bench.learning.learning_runs import LearningCurve
 _COLUMNS, _WIDTH, _HEIGHT = 4, 190, 120
 _LEFT, _TOP, _GAP_X, _GAP_Y = 40, 50, 16, 44
 _CAPTION = "held-out accuracy by training step; line: mean of the seeds; band: lowest to highest"
-_STYLE = (
-    "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.band{fill:#4477aa;opacity:.25}"
-    ".mean{fill:none;stroke:#4477aa;stroke-width:1.8}"
-)
+_STYLE = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.band{opacity:.25}.mean{fill:none;stroke-width:1.8}"
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
+"""of a panel's lines"""
 
 Point = tuple[float, float]
 
 
-def curves_svg(curves: Mapping[str, Sequence[LearningCurve]]) -> str:
-    """A line for the mean over an algorithm's seeds, and a band from the lowest to the highest of them."""
+def curves_svg(curves: Mapping[str, Sequence[LearningCurve]], *, caption: str = _CAPTION) -> str:
+    """A line for the mean over an algorithm's seeds, and a band from the lowest to the highest of them.
+
+    A panel has the curves of one algorithm, or of up to four.
+    """
     every = [curve for group in curves.values() for curve in group]
     values = [estimate.value for curve in every for estimate in curve.accuracies.values()]
     # Room above and below, also where nothing was learnt.
@@ -38,7 +40,7 @@ def curves_svg(curves: Mapping[str, Sequence[LearningCurve]]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        f'<text x="{_LEFT}" y="16">{_CAPTION}</text>{"".join(panels)}</svg>\n'
+        f'<text x="{_LEFT}" y="16">{caption}</text>{"".join(panels)}</svg>\n'
     )
 
 
@@ -54,22 +56,32 @@ class _Scale:
 
 
 def _panel(name: str, curves: Sequence[LearningCurve], scale: _Scale, *, has_labels: bool) -> str:
-    seeds = f", {len(curves)} seeds" if len(curves) > 1 else ""
+    lines: dict[str, list[LearningCurve]] = {}
+    for curve in curves:
+        lines.setdefault(curve.algorithm, []).append(curve)
+    num_seeds = len(next(iter(lines.values())))
+    seeds = f", {num_seeds} seeds" if num_seeds > 1 else ""
     parts = [f'<text y="-8"><tspan font-weight="bold">{escape(name)}</tspan>{seeds}</text>']
     for accuracy in ticks(scale.low, scale.high, about=4):
         _, y = scale.at(0, accuracy)
         parts.append(f'<line class="grid" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         if has_labels:
             parts.append(f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{accuracy:g}</text>')
-    last = max(curves[0].accuracies)
+    last = max(max(curve.accuracies) for curve in curves)
     parts.append(f'<text y="{_HEIGHT + 14}">0</text>')
     parts.append(f'<text x="{_WIDTH}" y="{_HEIGHT + 14}" text-anchor="end">{last}</text>')
-    by_step = {step: [curve.accuracies[step].value for curve in curves] for step in sorted(curves[0].accuracies)}
-    lows = [scale.at(step / last, min(values)) for step, values in by_step.items()]
-    highs = [scale.at(step / last, max(values)) for step, values in by_step.items()]
-    means = [scale.at(step / last, fmean(values)) for step, values in by_step.items()]
-    parts.append(f'<polygon class="band" points="{_points([*highs, *reversed(lows)])}"/>')
-    parts.append(f'<polyline class="mean" points="{_points(means)}"/>')
+    for number, (line, group) in enumerate(lines.items()):
+        colour = _COLOURS[number]
+        if len(lines) > 1:
+            y = _HEIGHT - 6 - 13 * (len(lines) - 1 - number)
+            label = f'x="{_WIDTH - 4}" y="{y}" text-anchor="end" style="fill:{colour}"'
+            parts.append(f"<text {label}>{escape(line)}</text>")
+        by_step = {step: [curve.accuracies[step].value for curve in group] for step in sorted(group[0].accuracies)}
+        lows = [scale.at(step / last, min(values)) for step, values in by_step.items()]
+        highs = [scale.at(step / last, max(values)) for step, values in by_step.items()]
+        means = [scale.at(step / last, fmean(values)) for step, values in by_step.items()]
+        parts.append(f'<polygon class="band" fill="{colour}" points="{_points([*highs, *reversed(lows)])}"/>')
+        parts.append(f'<polyline class="mean" stroke="{colour}" points="{_points(means)}"/>')
     return "".join(parts)
 
 
