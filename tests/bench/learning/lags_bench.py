@@ -21,6 +21,7 @@ from statistics import fmean, median
 from spmdrl.config.reader import ConfigError
 from spmdrl.observability.log import read_metrics
 from spmdrl.observability.statistics import Estimate
+from spmdrl.observability.summary import read_summary
 from spmdrl.runtime.screen import show
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.learning.learning_plot import curves_svg
@@ -31,7 +32,7 @@ WINDOW = 10
 """policies whose batches a mean is over"""
 SHARES = (0.5, 0.9)
 """of the gain without a lag, to which steps are counted"""
-VARIANTS = ((0, "none"), *((lag, rule) for rule in ("tis", "none") for lag in (1, 2, 4)))
+RULES = ("tis", "none")
 _CALCULATOR = Path("configs/recipes/calculator/train.yaml")
 _SAVED: Settings = {"checkpoint.interval": 0, "log.backends": "[jsonl]", "resources.device": "cpu"}
 _ADDITION: Settings = {"data.eval": HELD_OUT, "train.max_steps": 100}
@@ -78,8 +79,10 @@ class LagRun:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="NAME", help=f"of {'; '.join(TASKS)}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED")
+    parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4], metavar="LAG", help="beside 0")
     work_help = "folder of the runs; those that have finished there with the same settings are not run again"
     parser.add_argument("--work", type=Path, default=Path("runs/bench_lags"), metavar="FOLDER", help=work_help)
+    parser.add_argument("--finished", action="store_true", help="run nothing: only show the runs that have finished")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the curves into an SVG file")
 
 
@@ -90,14 +93,16 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     runs = []
     for task in arguments.tasks:
         for seed in arguments.seeds:
-            for lag, rule in VARIANTS:
+            for lag, rule in ((0, "none"), *((lag, rule) for rule in RULES for lag in arguments.lags)):
+                if arguments.finished and not _has_finished(run_folder(task, seed, lag, rule, arguments.work)):
+                    continue
                 runs.append(_trained(task, seed, lag, rule, arguments.work.resolve()))
                 show(f"{task}, seed {seed}, lag {lag}, {rule}: {runs[-1].accuracy:.3f}", stream=sys.stderr)
     if arguments.picture is not None:
         panels = {
             f"{task}, {rule}": [run.curve for run in runs if run.task == task and (run.lag == 0 or run.rule == rule)]
-            for task in arguments.tasks
-            for rule in ("tis", "none")
+            for task in dict.fromkeys(run.task for run in runs)
+            for rule in RULES
         }
         caption = "mean reward of sampled responses by trained steps; line: mean of the seeds; band: lowest to highest"
         arguments.picture.write_text(curves_svg(panels, caption=caption))
@@ -106,6 +111,10 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         rows=table_rows(runs),
         details={"runs": [vars(run) for run in runs]},
     )
+
+
+def _has_finished(folder: Path) -> bool:
+    return read_summary(folder).get("verdict") == "done"
 
 
 def _trained(task: str, seed: int, lag: int, rule: str, work: Path) -> LagRun:
@@ -145,19 +154,25 @@ def by_policy(rewards: Sequence[float], lag: int) -> dict[int, float]:
     return {num: fmean(of_policy[max(0, num + 1 - WINDOW) : num + 1]) for num in range(len(of_policy))}
 
 
-def steps_to(share: float, run: LagRun, without_lag: LagRun) -> float:
-    """Steps after which a run had this share of the gain that the run without a lag ends with; inf: never."""
-    means = list(without_lag.rewards.values())
-    goal = means[0] + share * (means[-1] - means[0])
+def steps_to(share: float, run: LagRun, others: Sequence[LagRun]) -> float:
+    """Steps until a run had this share of the gain without a lag; inf: never. `others` have its task and its seed."""
+    # The largest lag has the most batches of the start.
+    start = max(others, key=lambda other: other.lag).rewards[0]
+    end = list(without_lag(others).rewards.values())[-1]
+    goal = start + share * (end - start)
     return next((num for num, mean in run.rewards.items() if num and mean >= goal), math.inf)
+
+
+def without_lag(runs: Sequence[LagRun]) -> LagRun:
+    return next(run for run in runs if run.lag == 0)
 
 
 def table_rows(runs: Sequence[LagRun]) -> list[dict[str, object]]:
     """One row per task, lag and correction."""
-    first = {(run.task, run.seed): run for run in runs if run.lag == 0}
     rows = []
     for task, lag, rule in dict.fromkeys((run.task, run.lag, run.rule) for run in runs):
         group = [run for run in runs if (run.task, run.lag, run.rule) == (task, lag, rule)]
+        siblings = [[other for other in runs if (other.task, other.seed) == (task, run.seed)] for run in group]
         accuracies = [run.accuracy for run in group]
         row: dict[str, object] = {
             "task": task, "lag": lag, "correction": rule, "seeds": len(group),
@@ -165,10 +180,10 @@ def table_rows(runs: Sequence[LagRun]) -> list[dict[str, object]]:
             "lowest": min(accuracies), "highest": max(accuracies), "capped": fmean(run.capped for run in group),
         }  # fmt: skip
         for share in SHARES:
-            pairs = [(run, first[task, run.seed]) for run in group]
-            needed = median(steps_to(share, run, other) for run, other in pairs)
-            cost = median(steps_to(share, run, other) / steps_to(share, other, other) for run, other in pairs)
-            row |= {f"to {share:.0%}": _finite(needed), f"cost, {share:.0%}": _finite(cost)}
+            needed = [steps_to(share, run, others) for run, others in zip(group, siblings, strict=True)]
+            first = [steps_to(share, without_lag(others), others) for others in siblings]
+            cost = median(steps / least for steps, least in zip(needed, first, strict=True))
+            row |= {f"to {share:.0%}": _finite(median(needed)), f"cost, {share:.0%}": _finite(cost)}
         rows.append(row)
     return rows
 

@@ -73,8 +73,7 @@ def _panel(name: str, curves: Sequence[LearningCurve], scale: _Scale, *, has_lab
     for number, (line, group) in enumerate(lines.items()):
         colour = _COLOURS[number]
         if len(lines) > 1:
-            y = _HEIGHT - 6 - 13 * (len(lines) - 1 - number)
-            label = f'x="{_WIDTH - 4}" y="{y}" text-anchor="end" style="fill:{colour}"'
+            label = f'x="4" y="{12 + 13 * number}" style="fill:{colour}"'
             parts.append(f"<text {label}>{escape(line)}</text>")
         by_step = {step: [curve.accuracies[step].value for curve in group] for step in sorted(group[0].accuracies)}
         lows = [scale.at(step / last, min(values)) for step, values in by_step.items()]
