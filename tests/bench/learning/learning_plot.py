@@ -23,12 +23,15 @@ Point = tuple[float, float]
 def curves_svg(curves: Mapping[str, Sequence[LearningCurve]], *, caption: str = _CAPTION) -> str:
     """A line for the mean over an algorithm's seeds, and a band from the lowest to the highest of them.
 
-    A panel has the curves of one algorithm, or of up to four.
+    A panel has the curves of one algorithm, or of up to four, with the colours that they have in the fullest panel.
     """
     every = [curve for group in curves.values() for curve in group]
     values = [estimate.value for curve in every for estimate in curve.accuracies.values()]
     # Room above and below, also where nothing was learnt.
     scale = _Scale(min(values) - 0.02, max(values) + 0.02)
+    colours = dict(
+        zip(dict.fromkeys(curve.algorithm for curve in max(curves.values(), key=len)), _COLOURS, strict=False)
+    )
     num_rows = -(-len(curves) // _COLUMNS)
     width = _LEFT + min(len(curves), _COLUMNS) * (_WIDTH + _GAP_X)
     height = _TOP + num_rows * (_HEIGHT + _GAP_Y)
@@ -36,7 +39,9 @@ def curves_svg(curves: Mapping[str, Sequence[LearningCurve]], *, caption: str = 
     for number, (name, group) in enumerate(curves.items()):
         row, column = divmod(number, _COLUMNS)
         x, y = _LEFT + column * (_WIDTH + _GAP_X), _TOP + row * (_HEIGHT + _GAP_Y)
-        panels.append(f'<g transform="translate({x} {y})">{_panel(name, group, scale, has_labels=column == 0)}</g>')
+        panels.append(
+            f'<g transform="translate({x} {y})">{_panel(name, group, scale, colours, has_labels=column == 0)}</g>'
+        )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
@@ -55,7 +60,9 @@ class _Scale:
         return share * _WIDTH, (self.high - accuracy) / (self.high - self.low) * _HEIGHT
 
 
-def _panel(name: str, curves: Sequence[LearningCurve], scale: _Scale, *, has_labels: bool) -> str:
+def _panel(
+    name: str, curves: Sequence[LearningCurve], scale: _Scale, colours: Mapping[str, str], *, has_labels: bool
+) -> str:
     lines: dict[str, list[LearningCurve]] = {}
     for curve in curves:
         lines.setdefault(curve.algorithm, []).append(curve)
@@ -71,7 +78,7 @@ def _panel(name: str, curves: Sequence[LearningCurve], scale: _Scale, *, has_lab
     parts.append(f'<text y="{_HEIGHT + 14}">0</text>')
     parts.append(f'<text x="{_WIDTH}" y="{_HEIGHT + 14}" text-anchor="end">{last}</text>')
     for number, (line, group) in enumerate(lines.items()):
-        colour = _COLOURS[number]
+        colour = colours.get(line, _COLOURS[0])
         if len(lines) > 1:
             label = f'x="4" y="{12 + 13 * number}" style="fill:{colour}"'
             parts.append(f"<text {label}>{escape(line)}</text>")
