@@ -45,6 +45,24 @@ def state(rank: int, *, idle: float, collective: str = "", boundaries: int = 5, 
         ([state(0, idle=11, collective="sum"), state(1, idle=12, collective="barrier", boundaries=4)], {}, [1]),
         ([state(0, idle=11, collective="sum"), state(1, idle=12, collective="barrier")], {}, [0, 1]),
         ([state(0, idle=11)], {}, [0]),
+        # Ranks of two sets pass other stages, and one of them may wait for the other.
+        (
+            [
+                replace(state(0, idle=11, collective="barrier", boundaries=4), stage="wait_for_generation"),
+                replace(state(1, idle=11, collective="gather"), rank_set=1),
+            ],
+            {},
+            [1],
+        ),
+        (
+            [
+                state(0, idle=11, collective="barrier", boundaries=4),
+                state(1, idle=11, collective="gather"),
+                replace(state(2, idle=11, collective="barrier"), rank_set=1),
+            ],
+            {},
+            [0, 2],
+        ),
     ],
 )
 def test_who_holds_a_job_up(states, silent, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from spmdrl.runtime.supervision.board import RankState, culprits
@@ -45,6 +46,13 @@ def test_while_a_rank_is_silent_for_long_no_other_is_blamed_for_waiting():
     assert culprits(waiting, dict.fromkeys(range(6), 0.1), LIMIT) == [3]
     assert culprits(waiting, {4: 6.0, 5: 6.0}, LIMIT) == []
     assert culprits(waiting, {4: 10.5, 5: 10.5}, LIMIT) == [4, 5]
+
+
+def test_of_the_ranks_that_wait_one_of_each_place_comes_first():
+    waiting = [*map(state, range(6)), *(state(rank, stage="wait_for_update") for rank in (6, 7))]
+    line = hang_line([1], waiting, {}, LIMIT)
+    assert re.findall(r"rank (\d) waits", line) == ["1", "0", "6", "2", "3"]
+    assert "rank 6 waits in all_reduce in wait_for_update of step 3" in line and line.endswith("; 3 more wait")
 
 
 def test_a_rank_that_lost_the_store_names_both_ends_of_the_way_there():

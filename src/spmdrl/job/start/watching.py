@@ -57,6 +57,7 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
         host=f"{socket.gethostname()} ({world.address})" if is_spread else "",
         # The other verbs have nothing to save.
         deadline=deadline_of(config.checkpoint.save_by_seconds, environ) if is_training else None,
+        rank_set=int(world.rank >= checked.sets_of(world.size)[1][0]),
     )  # fmt: skip
     sampled = nullcontext() if store is None else work_sampler.running()
     with Watch(watch, store, show_hang, world.peers).running(), sampled:

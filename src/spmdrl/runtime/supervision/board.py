@@ -33,6 +33,8 @@ class RankState:
     """factor on the limit"""
     host: str = ""
     """name and address of its node, in a job of several nodes"""
+    rank_set: int = 0
+    """number of its set of ranks, which pass the same stages"""
 
     @property
     def place(self) -> str:
@@ -150,7 +152,7 @@ def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_sec
     """Return the ranks that hold the job up; none while a rank that others may wait for makes progress.
 
     First the silent ranks, by their silence; else ranks without progress that wait for no other; else, if all wait,
-    those that got least far.
+    those of each set that got least far, but for a set that waits for the other one.
     """
     by_rank = {state.rank: state for state in states}
     limits = {rank: limit_seconds * state.patience for rank, state in by_rank.items()}
@@ -164,5 +166,6 @@ def culprits(states: Sequence[RankState], silent: Mapping[int, float], limit_sec
         return sorted(own)
     if not stuck or len(stuck) < len(states):
         return []
-    least = min(state.num_boundaries for state in stuck)
-    return sorted(state.rank for state in stuck if state.num_boundaries == least)
+    behind = [state for state in stuck if not state.stage.startswith("wait_for_")] or stuck
+    least = {state.rank_set: state.num_boundaries for state in sorted(behind, key=lambda state: -state.num_boundaries)}
+    return sorted(state.rank for state in behind if state.num_boundaries == least[state.rank_set])

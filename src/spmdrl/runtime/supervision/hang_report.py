@@ -44,7 +44,11 @@ def hang_line(
     named = [_lost(node, ranks_per_node, by_rank, silent) for node in lost]
     named += [_named(rank, by_rank.get(rank), silent.get(rank, 0.0), limit_seconds) for rank in hanging]
     blamed = {*ranks, *(rank for node in lost for rank in node)}
-    waiting = [str(state) for state in states if state.rank not in blamed and state.collective]
+    waits = [state for state in states if state.rank not in blamed and state.collective]
+    # A rank per place first: sets of ranks wait in different ones.
+    firsts = {(state.collective, state.place): state for state in reversed(waits)}
+    waits.sort(key=lambda state: firsts[state.collective, state.place] is not state)
+    waiting = [str(state) for state in waits]
     others = waiting[:_MOST_OTHERS] + ([f"{len(waiting) - _MOST_OTHERS} more wait"] if waiting[_MOST_OTHERS:] else [])
     return "; ".join([*named[:_MOST_OTHERS], *others])
 

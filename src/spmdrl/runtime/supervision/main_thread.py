@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.05
 _KEPT = 0.7
 
 
-def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
+def state_of_this(rank: int, idle_seconds: float, host: str = "", rank_set: int = 0) -> RankState:
     """Return this rank's state, from its counters and the stack of its main thread."""
     stack = list(_main_frames())
     collective = _collective_of(stack)
@@ -43,7 +43,7 @@ def state_of_this(rank: int, idle_seconds: float, host: str = "") -> RankState:
     is_long = activity.stage in _LONG_STAGES or not activity.is_warm
     return RankState(
         rank, activity.stage, activity.step, activity.num_boundaries, idle_seconds, collective, ", ".join(doing),
-        _PATIENCE if is_long else 1.0, host,
+        _PATIENCE if is_long else 1.0, host, rank_set,
     )  # fmt: skip
 
 

@@ -73,6 +73,8 @@ class WatchConfig:
     host: str = ""
     """name and address of this node, in a job of several"""
     deadline: Deadline | None = None
+    rank_set: int = 0
+    """number of this rank's set"""
 
     @property
     def is_first_of_node(self) -> bool:
@@ -196,7 +198,8 @@ class Watch:
     def _look(self) -> None:
         self._note_progress()
         self._look_at_clock()
-        state = state_of_this(self._config.rank, time.monotonic() - self._progressed_at, self._config.host)
+        config, idle_seconds = self._config, time.monotonic() - self._progressed_at
+        state = state_of_this(config.rank, idle_seconds, config.host, config.rank_set)
         self._arm(state)
         board = self._board(state)
         verdict = decide(board)
@@ -287,7 +290,9 @@ class Watch:
         elif own.rank:
             main = board.lines.get(0, Line()).state
             line = silent_main_line(own, main, board.silent[0], limit)
-            self._end(line, shows=own.rank == 1 or config.is_first_of_node, has_store=False)
+            # On rank 0's node the last rank, which is of the other set if there are two.
+            last = (config.ranks_per_node or config.size) - 1
+            self._end(line, shows=own.rank == last or config.is_first_of_node, has_store=False)
         else:
             line = hang_line(hang.ranks, board.states, board.silent, limit, config.ranks_per_node)
             _in_time(_OTHERS_SECONDS, lambda: self._publish(Hang(hang.ranks, line)))
