@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ import torch
 from spmdrl.cli.command_line import main
 from spmdrl.observability.jsonl import read_jsonl
 from spmdrl.verbs.doctor.commands import MARK, marked_processes
+from tests.bench.faults.noted_passes import Passes, note_passes
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault
 from tests.bench.harness.bench_ranks import launch_variables, store_of_launcher
 from tests.support.ranks import fork
@@ -30,6 +32,7 @@ _VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 _LONGEST_SECONDS = 120.0
 _LEAVING_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+_POLL_PASSES_SECONDS = 0.002
 _MOST_PLACES = 5
 _BANNER = re.compile("^run ", re.MULTILINE)
 _REWARD = """
@@ -55,13 +58,17 @@ _MEASURED = re.compile(
 
 @dataclass(frozen=True)
 class TimedKill:
-    """SIGKILL for a rank from outside, wherever it is by then."""
+    """SIGKILL for ranks from outside, wherever they are by then."""
 
-    rank: int
+    ranks: Sequence[int]
     seconds: float
-    """from the start of the processes, or from the run's banner"""
+    """from the start of the processes, from the run's banner, or from the beginning of a stage"""
     in_run: bool
-    """whether they count from the run's banner; otherwise the others get SIGTERM then, as from torchrun"""
+    """whether they count from the run's banner or a stage; otherwise the others get SIGTERM then, as from torchrun"""
+    stage: str = ""
+    """the stage of the first of these ranks from whose beginning they count"""
+    step: int = 0
+    """the first step in which that may be"""
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,18 @@ class FaultJobs:
 
     def run(self, name: str, *settings: str, fault: str = "", kill: TimedKill | None = None) -> JobEnd:
         """Run a job to its end, with a fault, a kill from outside, or none."""
-        job = self.start(name, *settings, fault=fault)
-        if kill is not None:
-            _kill_in_time(job, kill)
+        passes = self.passes(name)
+        if kill is None:
+            return self.start(name, *settings, fault=fault).end()
+        for path in passes.glob("*"):
+            path.unlink()
+        job = self.start(name, *settings, fault=fault, prepare=partial(note_passes, passes))
+        _kill_in_time(job, kill, passes)
         return job.end()
+
+    def passes(self, name: str) -> Path:
+        """Where the ranks of a run note their passes, if they do; those of a run with a kill do."""
+        return self.root / f"{name}.passes"
 
     def start(
         self, name: str, *settings: str, fault: str = "", prepare: Callable[[], None] | None = None
@@ -156,21 +171,26 @@ def _be_rank(
     os.environ.update(variables)
     # The server that forked this process had imported torch before the variables came.
     torch.set_num_threads(1)
+    arm_fault(os.environ)
     if prepare is not None:
         prepare()
-    arm_fault(os.environ)
     raise SystemExit(main(list(words)))
 
 
-def _kill_in_time(job: RunningJob, kill: TimedKill) -> None:
-    """Kill the rank at its moment, unless a rank has ended before."""
+def _kill_in_time(job: RunningJob, kill: TimedKill, passes: Path) -> None:
+    """Kill the ranks at their moment, unless a rank has ended before."""
     sentinels = [process.sentinel for process in job.processes]
     while kill.in_run and not _BANNER.search(job.printed()):
         if wait(sentinels, _POLL_SECONDS):
             return
+    passed = Passes(passes, kill.ranks[0])
+    while kill.stage and not any(one.stage == kill.stage and one.in_step >= kill.step for one in passed.new()):
+        if wait(sentinels, _POLL_PASSES_SECONDS):
+            return
     if wait(sentinels, kill.seconds):
         return
-    job.processes[kill.rank].kill()
+    for rank in kill.ranks:
+        job.processes[rank].kill()
     if not kill.in_run:
         # Ranks that have not met yet learn of each other from their launcher alone, which ends them.
         for process in job.processes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,14 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from spmdrl.observability.fault_points import faultpoint
+from spmdrl.runtime.supervision.activity import activity
 from tests.bench.__main__ import main
 from tests.bench.faults import weight_faults
 from tests.bench.faults.fault_jobs import JobEnd, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
-from tests.bench.faults.kills.random_kills import lost_or_doubled
+from tests.bench.faults.kills.random_kills import KINDS, lost_or_doubled, stages_of
+from tests.bench.faults.noted_passes import Pass, Passes, note_passes
 from tests.bench.faults.watched.hung_jobs import Hang, Seen, all_hangs
 from tests.bench.faults.watched.stopped_jobs import Stop, _out_of_time, random_stops
 from tests.support.jobs import environment
+from tests.support.ranks import fork
 
 # Slow-downs are left out where there is little time.
 PROMISES = (
@@ -192,3 +198,39 @@ def test_faults_drawn_by_chance_are_the_same_each_time():
     assert {hang.way for hang in hangs} == {"sleep", "sigstop", "lock", "collective", "reward", "tool"}
     assert {stop.verb for stop in stops} == {"train", "sft", "preferences", "reward-model"}
     assert max(stop.apart_seconds for stop in stops) > 4
+
+
+def test_ranks_of_either_set_or_all_are_killed_beginning_with_the_one_whose_stage_counts():
+    (kind,) = (kind for kind in KINDS.values() if kind.generating)
+    assert kind.victims(4) == {
+        "a rank that trains": [[0], [1], [2]], "a rank that generates": [[3]],
+        "all ranks": [[0, 1, 2, 3], [3, 0, 1, 2]],
+    }  # fmt: skip
+    assert KINDS["plain steps"].victims(2) == {"a rank": [[0], [1]]}
+
+
+def passed(seconds: float, in_step: int, stage: str, *, point: str = "", step: int = 0) -> Pass:
+    return Pass(seconds, in_step, point, step or in_step, stage)
+
+
+def test_a_stage_lasts_until_the_next_one_begins_whatever_points_lie_in_it():
+    passes = [passed(1.0, 1, "update"), passed(1.5, 1, "update", point="forward"), passed(3.0, 1, "checkpoint"),
+              passed(3.5, 2, "update"), passed(4.5, 2, "between stages")]  # fmt: skip
+    assert stages_of(passes) == {"update": [(1, 2.0), (2, 1.0)], "checkpoint": [(1, 0.5)]}
+
+
+def _note(folder: Path) -> None:
+    note_passes(folder)
+    faultpoint("step", 2)
+    with activity.in_stage("generation", 4):
+        faultpoint("generate")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_has_noted_its_last_place(tmp_path):
+    rank = fork(_note, tmp_path)
+    rank.join()
+    reader = Passes(tmp_path, 0)
+    last = reader.new()[-1]
+    assert (last.in_step, last.point, last.step, last.stage) == (2, "generate", 4, "generation")
+    assert reader.new() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class AfterKill:
         if end.is_killed:
             seconds, what = end.survivor_seconds, fault or str(kill)
             late = "" if seconds < MOST_SURVIVOR_SECONDS else f"{what}: {seconds:.0f} s"
-            if jobs.num_ranks > 1:
+            if any(code != -signal.SIGKILL for code in end.codes):
                 self._noticed.count(seconds, late or None)
             leftovers = [*map(str, end.left), *(_named_memory() - memory)]
             self._left.count(seconds, f"{what}: {leftovers}" if leftovers else None)
