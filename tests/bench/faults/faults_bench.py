@@ -18,7 +18,7 @@ from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.kills import killed_jobs, resumed_jobs
 from tests.bench.faults.kills.random_kills import KINDS, PLAN_IF_SHORT, Plan, random_kills
 from tests.bench.faults.poisoned_rewards import poisons
-from tests.bench.faults.watched import hung_jobs, interrupted_switch, slow_jobs, stopped_jobs, stuck_tools
+from tests.bench.faults.watched import hung_jobs, hung_sets, interrupted_switch, slow_jobs, stopped_jobs, stuck_tools
 from tests.bench.harness.bench_table import BenchTable
 
 _MOST_SHOWN = 5
@@ -57,12 +57,15 @@ def _promises(arguments: argparse.Namespace) -> Mapping[str, Callable[[Path], li
         "tools": lambda root: stuck_tools.tools(root, is_short=short, part=part),
         "nodes": lambda root: lost_nodes.lost_nodes(root, is_short=short, part=part),
         "switch": lambda root: interrupted_switch.switches(root, is_short=short, part=part),
+        "sets": lambda root: hung_sets.hung_sets(root, hung_sets.FEW if short else hung_sets.MANY, part),
         "kills": lambda root: random_kills(root, plan, part),
     }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", metavar="R1,R3", help="these promises alone; R14 is counted with R1 and kills")
+    parser.add_argument(
+        "--only", metavar="R1,R3", help="these promises alone; R14 is counted with R1 and kills, sets belong to R2"
+    )
     parser.add_argument("--short", action="store_true", help="a few injections of each kind, in minutes")
     parser.add_argument("--hangs", type=int, default=200, help="of R2, beside half as many runs that don't hang")
     parser.add_argument("--kills", type=int, default=420, help="number of SIGKILLs at random moments (default 420)")
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part",
         default="1/1",
         metavar="K/N",
-        help="the K-th of N shares of R1, R2, R11, R15, tools, nodes, switch, kills",
+        help="the K-th of N shares of R1, R2, R11, R15, tools, nodes, switch, sets, kills",
     )
 
 

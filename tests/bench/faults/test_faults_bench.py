@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -23,13 +24,15 @@ from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.kills.random_kills import KINDS, lost_or_doubled, stages_of
 from tests.bench.faults.noted_passes import Pass, Passes, note_passes
 from tests.bench.faults.watched.hung_jobs import Hang, Seen, all_hangs
+from tests.bench.faults.watched.hung_sets import Layout, draw_hangs
 from tests.bench.faults.watched.stopped_jobs import Stop, _out_of_time, random_stops
 from tests.support.jobs import environment
 from tests.support.ranks import fork
 
 # Slow-downs are left out where there is little time.
 PROMISES = (
-    "R1", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R11", "R12", "R13", "tools", "nodes", "switch", "kills",
+    "R1", "R2", "R3", "R4", "R5", "R6", "R8", "R9", "R10", "R11", "R12", "R13", "tools", "nodes", "switch", "sets",
+    "kills",
 )  # fmt: skip
 
 
@@ -41,7 +44,8 @@ def test_a_few_faults_of_each_kind_are_survived(promise, tmp_path):
     assert main(["faults", "--short", "--only", promise, "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     # What is left of a kill is counted beside it.
-    assert {row["id"] for row in rows} == {"R1": {"R1", "R14"}, "kills": {"R1", "R14"}}.get(promise, {promise})
+    ids = {"R1": {"R1", "R14"}, "kills": {"R1", "R14"}, "sets": {"R2"}}
+    assert {row["id"] for row in rows} == ids.get(promise, {promise})
     # Namespaces are not everywhere; the row says what is missing.
     tried = [row for row in rows if not row["fault"].startswith("not tried: ")]
     assert tried == rows or promise == "nodes"
@@ -234,3 +238,27 @@ def test_a_killed_rank_has_noted_its_last_place(tmp_path):
     last = reader.new()[-1]
     assert (last.in_step, last.point, last.step, last.stage) == (2, "generate", 4, "generation")
     assert reader.new() == []
+
+
+SETS = Layout(1, 1, 1)
+LINE_OF_SETS = (
+    "rank 1 hangs: no progress for 2 s; rank 1 in generation of step 3 (at x.py:1, rows 1 not ended); rank 0 waits in "
+    "barrier in wait_for_generation of step 2 (at y.py:1)"
+)
+
+
+def test_hangs_of_sets_come_where_ranks_passed_and_the_set_that_waits_is_to_be_named():
+    passes = {
+        0: [passed(1, 2, "update"), passed(1, 2, "update", point="forward"), passed(1, 2, "update", point="forward")],
+        1: [passed(1, 2, "generation", step=3), passed(1, 2, "generation", point="generate", step=3)],
+    }
+    hangs = list(draw_hangs(SETS, passes, 12, Random(0)))
+    assert hangs == list(draw_hangs(SETS, passes, 12, Random(0)))
+    assert {(hang.way, hang.rank) for hang in hangs} == set(product(("sleep", "sigstop", "collective"), (0, 1)))
+    assert {hang.fault for hang in hangs if hang.rank == 0} == {"", "forward:0:2:hang:0", "forward:0:2:hang:1"}
+    generating = next(hang for hang in hangs if hang.rank == 1 and hang.way == "sleep")
+    assert (generating.fault, generating.named_step) == ("generate:1:2:hang:0", 3)
+    seen = Seen(JobEnd([124, 124], 0.0, "", []), True, LINE_OF_SETS, 2.2, 0.1, True, [0, 1], [])
+    assert seen.problem(generating) is None
+    for line in (LINE_OF_SETS.partition("; rank 0")[0], LINE_OF_SETS.replace("wait_for_generation", "update")):
+        assert "the other set isn't named" in str(replace(seen, line=line).problem(generating))

@@ -23,7 +23,7 @@ _LIMIT = 2.0
 _LONG_LIMIT = 4.0
 _MOST_LIMITS = 1.5
 _PATIENCE = {"checkpoint": 3.0}
-_MOST_ENDING_SECONDS = 10.0
+MOST_ENDING_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
 _LONGEST_SECONDS = 90.0
 _LAST_STEP = 3
@@ -83,10 +83,19 @@ class Hang:
         return _LONG_LIMIT if self.way == "lock" and self.num_ranks == 1 else _LIMIT
 
     @property
+    def stage(self) -> str:
+        """Pattern of the stage that is to be named."""
+        return _POINTS.get(self.place, self.place) or "[a-z_]+"
+
+    @property
+    def named_step(self) -> int:
+        """The step that is to be named with it."""
+        return self.step
+
+    @property
     def most_seconds(self) -> float:
         """Within which it is to be named."""
-        stage = _POINTS.get(self.place, self.place)
-        return _MOST_LIMITS * self.limit_seconds * _PATIENCE.get(stage, 1.0)
+        return _MOST_LIMITS * self.limit_seconds * _PATIENCE.get(self.stage, 1.0)
 
     @property
     def has_line(self) -> bool:
@@ -97,6 +106,17 @@ class Hang:
     def is_mute(self) -> bool:
         """Whether nothing of that rank runs any more."""
         return self.way in ("sigstop", "lock")
+
+    @property
+    def others_wait(self) -> str:
+        """Pattern of what the line is to have about other ranks."""
+        return ""
+
+    @property
+    def fault(self) -> str:
+        """The planned fault by which it comes; empty for those that have none."""
+        number = self.number if self.place in _PASSED_OFTEN else 0
+        return f"{self.place}:{self.rank}:{self.step}:hang:{number}" if self.way == "sleep" else ""
 
     def __str__(self) -> str:
         return f"{self.way} in {self.place} of step {self.step}, rank {self.rank} of {self.num_ranks}"
@@ -161,15 +181,14 @@ def hangs(root: Path, drawn: Sequence[Hang], *, part: tuple[int, int]) -> list[T
             "lock": "C holds Python's lock", "sigstop": "a rank is stopped",
         }.items()
     }  # fmt: skip
-    ended = Tally("R2", f"a job that hangs ends with an exit code within {_MOST_ENDING_SECONDS:g} s of that")
+    ended = Tally("R2", f"a job that hangs ends with an exit code within {MOST_ENDING_SECONDS:g} s of that")
     for index, hang in enumerate(drawn):
         if index % part[1] == part[0]:
             folder = root / f"hang_{index}"
             folder.mkdir()
-            seen = _seen(FaultJobs(folder, hang.num_ranks), hang)
+            seen = watch_hang(FaultJobs(folder, hang.num_ranks), hang)
             named[hang.way].count(seen.named_seconds, seen.problem(hang))
-            is_late = seen.ending_seconds > _MOST_ENDING_SECONDS or not seen.has_ended
-            ended.count(seen.ending_seconds, f"{hang}: exit codes {seen.end.codes}" if is_late else None)
+            ended.count(seen.ending_seconds, f"{hang}: exit codes {seen.end.codes}" if seen.is_late else None)
     return [*(tally for tally in named.values() if tally.injected), ended]
 
 
@@ -191,6 +210,11 @@ class Seen:
     is_held: list[int]
     """the ranks that had to be killed"""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the job ended too late, or not by itself."""
+        return self.ending_seconds > MOST_ENDING_SECONDS or not self.has_ended
+
     def problem(self, hang: Hang) -> str | None:
         """What is wrong, if anything is."""
         unable = {hang.rank} if hang.is_mute else set()
@@ -201,6 +225,8 @@ class Seen:
             return f"{hang}: named after {self.named_seconds:.2f} s"
         if hang.has_line and not re.search(_words(hang), self.line):
             return f"{hang}: named {self.line or self.end.screen[-300:]!r}"
+        if hang.has_line and not re.search(hang.others_wait, self.line):
+            return f"{hang}: the other set isn't named in {self.line!r}"
         if missing := able - set(self.stacks):
             return f"{hang}: no stacks of {sorted(missing)}"
         return f"{hang}: ranks {self.is_held} don't end" if set(self.is_held) - unable else None
@@ -208,7 +234,7 @@ class Seen:
 
 def _words(hang: Hang) -> str:
     """What the line is to have: the rank, its stage and step, and the rows or calls where some are under way."""
-    stage, step = _POINTS.get(hang.place, hang.place) or "[a-z_]+", str(hang.step)
+    stage, step = hang.stage, str(hang.named_step)
     if hang.way in ("reward", "tool"):
         stage, step = f"(?:{stage}|evaluation)", r"\d"
     waits = "waits in new_group " if hang.way == "collective" and not hang.is_mute else ""
@@ -221,17 +247,15 @@ def _words(hang: Hang) -> str:
     return rf"rank {hang.rank} hangs: .*rank {hang.rank} {waits}in {stage} of step {step} \({rows}"
 
 
-def _seen(jobs: FaultJobs, hang: Hang) -> Seen:
+def watch_hang(jobs: FaultJobs, hang: Hang) -> Seen:
     """Run a job that hangs, and note when it was named and when it ended."""
-    run, prepare, fault = jobs.root / "run", None, ""
-    if hang.way == "sleep":
-        fault = f"{hang.place}:{hang.rank}:{hang.step}:hang:{hang.number if hang.place in _PASSED_OFTEN else 0}"
-    elif hang.way not in ("reward", "tool"):
+    run, prepare = jobs.root / "run", None
+    if hang.way not in ("sleep", "reward", "tool"):
         prepare = partial(stand_still, hang.way, hang.rank, hang.place, hang.step)
-    job = jobs.start("run", *hang.settings(run), fault=fault, prepare=prepare)
+    job = jobs.start("run", *hang.settings(run), fault=hang.fault, prepare=prepare)
     struck = named = ended = 0.0
     started = now = time.monotonic()
-    while now < started + _LONGEST_SECONDS and (not ended or now < ended + _MOST_ENDING_SECONDS):
+    while now < started + _LONGEST_SECONDS and (not ended or now < ended + MOST_ENDING_SECONDS):
         printed, now = job.printed(), time.monotonic()
         struck = struck or now * (COMES in printed)
         is_named = " hangs: " in printed if hang.has_line else _has_stacks(run, hang.rank)
