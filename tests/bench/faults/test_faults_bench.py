@@ -260,5 +260,6 @@ def test_hangs_of_sets_come_where_ranks_passed_and_the_set_that_waits_is_to_be_n
     assert (generating.fault, generating.named_step) == ("generate:1:2:hang:0", 3)
     seen = Seen(JobEnd([124, 124], 0.0, "", []), True, LINE_OF_SETS, 2.2, 0.1, True, [0, 1], [])
     assert seen.problem(generating) is None
-    for line in (LINE_OF_SETS.partition("; rank 0")[0], LINE_OF_SETS.replace("wait_for_generation", "update")):
+    lines = LINE_OF_SETS.partition("; rank 0")[0], LINE_OF_SETS.replace("wait_for_generation", "update")
+    for line in (*lines, LINE_OF_SETS.replace("; rank 0", "; rank 0 hangs: no progress for 2 s; rank 0")):
         assert "the other set isn't named" in str(replace(seen, line=line).problem(generating))

@@ -13,10 +13,11 @@ from pathlib import Path
 from random import Random
 
 from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.runtime.supervision.activity import BETWEEN
 from tests.bench.faults.fault_jobs import FaultJobs, TimedKill, difference, outcome_of
 from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.kills.killed_jobs import AfterKill
-from tests.bench.faults.noted_passes import NOWHERE, Pass, Passes, note_passes
+from tests.bench.faults.noted_passes import NOWHERE, PUSH, Pass, Passes, note_passes
 
 _STEPS = (
     "train.max_steps=10", "checkpoint.interval=2", "checkpoint.keep_last=2", "eval.interval=5",
@@ -33,8 +34,10 @@ def begins_low(completions, **columns):
 _MOST_KILLS_OF_RUN = 5
 # Of the kills the rest come before the run's banner.
 _SHARE_IN_RUN = 0.8
-# Of the kills of ranks that are in sets: the rest come at any moment, in which short stages hardly ever run.
-_SHARE_IN_STAGE = 0.6
+# Of the kills of ranks that are in sets, and of those in a stage; the rest come at any moment, in which short stages
+# hardly ever run.
+_SHARE_IN_STAGE = 0.75
+_SHARE_IN_PUSH = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,8 @@ class _Cell:
         ranks = self._random.choice(victims[name])
         if self._kind.generating and self._random.random() < _SHARE_IN_STAGE:
             stages = self._stages[ranks[0]]
-            stage = self._random.choice(sorted(stages))
+            is_in_push = self._random.random() < _SHARE_IN_PUSH
+            stage = PUSH if is_in_push else self._random.choice(sorted({*stages} - {PUSH, BETWEEN}))
             step, seconds = self._random.choice(stages[stage])
             return name, TimedKill(ranks, self._random.uniform(0, seconds), in_run=True, stage=stage, step=step)
         in_run = self._random.random() < _SHARE_IN_RUN

@@ -16,7 +16,8 @@ from spmdrl.runtime.supervision.activity import Activity, activity
 
 Way = Literal["sigstop", "lock", "collective"]
 """stopped by a signal; holding Python's lock in C; in a collective that no other rank enters"""
-_LOOKS_SECONDS = 0.25
+# Three looks of a watch whose limit is 4 s.
+_LOOKS_SECONDS = 0.6
 COMES = "comes now"
 """in the line that a fault shows when it comes"""
 
