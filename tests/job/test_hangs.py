@@ -94,6 +94,16 @@ def test_what_comes_between_stages_belongs_to_the_step_under_way():
     assert (process.stage, process.step) == (BETWEEN, 4)
 
 
+def test_a_batch_that_is_generated_ahead_changes_neither_the_step_under_way_nor_whether_it_is_the_first():
+    process = Activity()
+    with process.in_stage("evaluation", 3):
+        pass
+    process.begin_step(4)
+    with process.in_stage("generation", 6):
+        assert (process.step, process.is_warm) == (6, False)
+    assert (process.stage, process.step) == (BETWEEN, 4)
+
+
 class WatchThatGoesOn(Watch):
     """Notes the lines with which it would end the process."""
 

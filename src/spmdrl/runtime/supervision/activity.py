@@ -16,8 +16,8 @@ class Activity:
     def __init__(self) -> None:
         self.stage = START
         self.step = 0
-        self.first_step = 0
-        """first step of this process; 0 before it"""
+        self.num_steps = 0
+        """number of steps begun in this process"""
         self.since = time.monotonic()
         """start time of the stage"""
         self.num_boundaries = 0
@@ -34,7 +34,7 @@ class Activity:
     @property
     def is_warm(self) -> bool:
         """True if a step was done before the present one, so that all is compiled."""
-        return self.step > self.first_step
+        return self.num_steps > 1
 
     @property
     def progress(self) -> int:
@@ -48,22 +48,21 @@ class Activity:
     def begin_step(self, step: int) -> None:
         """Assign the time between stages from here on to this step."""
         self.step = step
-        self.first_step = self.first_step or step
+        self.num_steps += 1
 
     @contextmanager
     def in_stage(self, name: str, step: int) -> Iterator[None]:
-        """Mark the block as a stage; stages may be nested."""
+        """Mark the block as a stage; stages may be nested. Its step may be a later one than that under way."""
         before = self.stage, self.step, self.rows
         self._pass(name, step)
         try:
             yield
         finally:
-            self._pass(BETWEEN if before[0] == START else before[0], max(before[1], step))
+            self._pass(BETWEEN if before[0] == START else before[0], before[1] or step)
             self.rows = before[2]
 
     def _pass(self, stage: str, step: int) -> None:
         self.stage, self.step, self.since, self.rows = stage, step, time.monotonic(), None
-        self.first_step = self.first_step or step
         self.num_boundaries += 1
 
 
