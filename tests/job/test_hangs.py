@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
-from torch.distributed import HashStore
+from torch.distributed import HashStore, distributed_c10d
 
 from spmdrl.runtime.supervision import main_thread
 from spmdrl.runtime.supervision.activity import BETWEEN, Activity, activity
@@ -289,6 +289,34 @@ def test_a_healthy_run_whose_stages_take_about_the_limit_is_left_alone(tmp_path)
     finished(run)
     assert metrics_of(tmp_path / "run")[-1]["time/step"] > LIMIT
     assert not (tmp_path / "run" / "failures").exists()
+
+
+def die_at_a_group(rank: int, number: int) -> None:
+    """Have this process, if it is that rank, be killed where it is to make its so-many-th group."""
+    make, left = distributed_c10d._new_group_with_tag, iter(range(number))
+
+    def made(*arguments, **named):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(*arguments, **named)
+
+    if os.environ["RANK"] == str(rank):
+        distributed_c10d._new_group_with_tag = made
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.cpu_only("groups of gloo")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_where_others_connect_to_it_is_named_long_before_the_limit(number, tmp_path):
+    settings = ("resources.ranks.generation=1", "train.max_steps=1")
+    began = time.monotonic()
+    job = run_job(
+        "train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", *settings, ranks=2, timeout=100,
+        prepare=partial(die_at_a_group, 1, number),
+    )  # fmt: skip
+    assert time.monotonic() - began < 60
+    assert re.search(r"spmdrl: rank 1: process \d+ ended without a message, like a killed one", job.stderr), job.stderr
 
 
 @pytest.mark.ranks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +127,31 @@ def test_a_rank_that_waits_for_others_after_a_failure_ends_though_no_connection_
     with watch.running():
         others.wait()
     assert watch.codes[0] == 1
+
+
+@pytest.mark.parametrize("known", [None, Line(1, has_left=True), FAILURE], ids=["nothing", "it left", "its failure"])
+def test_a_rank_that_waits_for_one_whose_process_is_gone_names_it_unless_that_had_a_last_word(
+    known, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(watch_module, "_PEER_SECONDS", 0.1)
+    monkeypatch.setattr(watch_module, "_SURVIVOR_SECONDS", 2.0)
+    monkeypatch.setattr(watch_module, "_OTHERS_SECONDS", 0.1)
+    store, lines, ended = HashStore(), list[tuple[str, int]](), subprocess.Popen(["true"])
+    ended.wait()
+    if isinstance(known, Line):
+        store.set("line/1", known.to_json())
+    if known is FAILURE:
+        publish(store, FAILURE)
+    config = WatchConfig(0, 2, 60.0, tmp_path)
+    watch = EndsNoProcess(config, store, lambda line, _, code: lines.append((line, code)), {1: ended.pid})
+    others = SimpleNamespace(wait=partial(watch.lock.acquire, timeout=4.0))
+    others.wait()
+    with watch.running():
+        others.wait()
+    named = (f"rank 1: process {ended.pid} ended without a message, like a killed one", 1)
+    assert lines[:1] == ([] if known else [named])
+    assert watch.codes[:1] == ([] if isinstance(known, Line) else [1])
+    assert store.check(["first failure"]) != isinstance(known, Line)
 
 
 def test_a_rank_that_has_waited_for_long_when_another_fails_has_time_to_learn_it(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.resources.world import World
 from spmdrl.runtime.screen import show
 from spmdrl.runtime.supervision.activity import activity
-from spmdrl.runtime.supervision.hang_report import HUNG
 from spmdrl.runtime.supervision.launcher import write_error_file
 from spmdrl.runtime.supervision.main_thread import work_sampler
 from spmdrl.runtime.supervision.watch import Deadline, Watch, WatchConfig
@@ -42,10 +41,10 @@ def watching(checked: CheckedRun, world: World) -> Iterator[None]:
     environ = with_end_of_job(os.environ) if world.is_main else os.environ
     is_training = checked.verb not in _OTHER_VERBS
 
-    def show_hang(line: str, written: Path | None) -> None:
+    def show_hang(line: str, written: Path | None, code: int) -> None:
         line = f"spmdrl: {line}"
         show(line if written is None else f"{line}; the stacks are in {written.parent}", stream=sys.stderr)
-        write_error_file(line, HUNG)
+        write_error_file(line, code)
         # Before its first stage the folder is another run's, or nobody's.
         if world.is_main and is_training and activity.num_boundaries:
             write_early_end(config.run.folder, "failed", line)

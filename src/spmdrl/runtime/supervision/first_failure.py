@@ -49,7 +49,7 @@ def find_first(
     processes by rank, to be gone. So does a request: a launcher sends SIGTERM too when a rank has ended.
     """
     own, peers = FirstFailure(rank, cause_of(failure)), peers or {}
-    if (dead := _gone({0: peers[0]} if 0 in peers else {})) is not None:
+    if (dead := gone({0: peers[0]} if 0 in peers else {})) is not None:
         # The store that it kept is gone with it, and may be slow to fail.
         return dead
     patience = 0.0
@@ -96,7 +96,7 @@ def _search(
     try:
         deadline = time.monotonic() + patience
         while not store.check([FIRST]):
-            suspect = _gone(peers) if patience > 0 or own.is_stop else None
+            suspect = gone(peers) if patience > 0 or own.is_stop else None
             if suspect is not None or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -111,7 +111,7 @@ def _search(
             time.sleep(0.02)
     except (RuntimeError, ValueError, TypeError):
         # Rank 0, which keeps the store, has ended; the reason is in its own output, or was found before.
-        if (dead := _gone(peers)) is not None:
+        if (dead := gone(peers)) is not None:
             found.append(dead)
         elif own.rank != 0:
             is_asked = own.is_interruption or own.is_stop
@@ -119,7 +119,8 @@ def _search(
             found.append(FirstFailure(0, stop_cause(request.reason or "") if request.is_leaving else cause))
 
 
-def _gone(peers: Mapping[int, int]) -> FirstFailure | None:
+def gone(peers: Mapping[int, int]) -> FirstFailure | None:
+    """Return the death of one of these processes, by rank, that has ended."""
     # If another rank was asked to stop, by its key in the store, a gone process ended by that.
     if (request.reason or "").endswith(")"):
         return None

@@ -25,7 +25,7 @@ from spmdrl.runtime.supervision.activity import activity
 from spmdrl.runtime.supervision.agent import Duty, agent
 from spmdrl.runtime.supervision.board import Board, Hang, Line, RankState, Stop, Verdict, culprits, decide
 from spmdrl.runtime.supervision.ending import FirstFailure
-from spmdrl.runtime.supervision.first_failure import FIRST, publish
+from spmdrl.runtime.supervision.first_failure import FIRST, gone, publish
 from spmdrl.runtime.supervision.hang_report import HUNG, hang_line, silent_main_line, stacks_file, write_stacks
 from spmdrl.runtime.supervision.launcher import process_state
 from spmdrl.runtime.supervision.main_thread import is_debugged, state_of_this
@@ -44,9 +44,11 @@ _REPORT_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
 # Time for which a rank may wait for others after one has failed: connections end sooner, except between devices.
 _SURVIVOR_SECONDS = 20.0
+# Time for which it may wait if a process of its node is gone: no connection ends where connections are being made.
+_PEER_SECONDS = 10.0
 
-OnHang = Callable[[str, Path | None], None]
-"""Shows and records the line about a hang, and the path of this rank's stacks."""
+OnHang = Callable[[str, Path | None, int], None]
+"""Shows and records the line about a hang, the path of this rank's stacks, and the exit code."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ class Watch:
         late = time.monotonic() - self._failed_at
         if state.collective and min(late, state.idle_seconds) > _SURVIVOR_SECONDS:
             self._end_process(1)
+        if state.collective and state.idle_seconds > _PEER_SECONDS and not isinstance(verdict, FirstFailure):
+            self._look_for_death(board)
         if self._lines is not None:
             is_watched = self._config.limit_seconds > 0
             self._lines.exchange(self._line(state if is_watched else None, verdict, has_left=False))
@@ -298,21 +302,31 @@ class Watch:
             _in_time(_OTHERS_SECONDS, lambda: self._publish(Hang(hang.ranks, line)))
             self._end(line, shows=True)
 
-    def _publish(self, hang: Hang) -> None:
+    def _look_for_death(self, board: Board) -> None:
+        """End this rank, which waits for others, if the process of one is gone."""
+        rank, lines = self._config.rank, board.lines
+        dead = gone({peer: pid for peer, pid in self._peers.items() if not lines.get(peer, Line()).has_left})
+        if dead is not None:
+            _in_time(_OTHERS_SECONDS, lambda: self._publish(dead))
+            is_first_left = rank == min({rank, *self._peers} - {dead.rank})
+            self._end(f"rank {dead.rank}: {dead.cause}", shows=is_first_left, code=1)
+
+    def _publish(self, verdict: Hang | FirstFailure) -> None:
         if self._store is None or self._lines is None:
             return
+        first = verdict if isinstance(verdict, FirstFailure) else FirstFailure(verdict.ranks[0], verdict.line)
         with suppress(RuntimeError):
-            publish(self._store, FirstFailure(hang.ranks[0], hang.line))
-            self._lines.exchange(self._line(None, hang, has_left=False), wait_seconds=_LEAVING_SECONDS)
+            publish(self._store, first)
+            self._lines.exchange(self._line(None, verdict, has_left=False), wait_seconds=_LEAVING_SECONDS)
 
-    def _end(self, line: str, *, shows: bool, has_store: bool = True) -> None:
+    def _end(self, line: str, *, shows: bool, has_store: bool = True, code: int = HUNG) -> None:
         """Write this rank's stacks and end the process, whatever its main thread does."""
         faulthandler.cancel_dump_traceback_later()
         # A network file system may never respond if a link is down.
-        _in_time(_REPORT_SECONDS, lambda: self._report(line, shows))
+        _in_time(_REPORT_SECONDS, lambda: self._report(line, shows, code))
         if self._store is not None:
             _in_time(3 * _OTHERS_SECONDS, lambda: self._end_together(has_store))
-        self._end_process(HUNG)
+        self._end_process(code)
 
     def _end_process(self, code: int) -> None:
         for pid in self._peers.values():
@@ -321,12 +335,12 @@ class Watch:
                 os.kill(pid, signal.SIGKILL)
         os._exit(code)
 
-    def _report(self, line: str, shows: bool) -> None:
+    def _report(self, line: str, shows: bool, code: int) -> None:
         if self._waits_in_vain() and activity.on_wedged is not None:
             activity.on_wedged(line)
         written = write_stacks(self._config.folder, self._config.rank, line)
         if shows and self._on_hang is not None:
-            self._on_hang(line, written)
+            self._on_hang(line, written, code)
 
     def _waits_in_vain(self) -> bool:
         """Return True if this rank waits for calls that have been without results for too long."""
