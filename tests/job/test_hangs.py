@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.bench.faults.fault_jobs import FaultJobs
 from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
 from torch.distributed import HashStore, distributed_c10d
 
@@ -309,14 +310,11 @@ def die_at_a_group(rank: int, number: int) -> None:
 @pytest.mark.cpu_only("groups of gloo")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_is_killed_where_others_connect_to_it_is_named_long_before_the_limit(number, tmp_path):
-    settings = ("resources.ranks.generation=1", "train.max_steps=1")
-    began = time.monotonic()
-    job = run_job(
-        "train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", *settings, ranks=2, timeout=100,
-        prepare=partial(die_at_a_group, 1, number),
-    )  # fmt: skip
-    assert time.monotonic() - began < 60
-    assert re.search(r"spmdrl: rank 1: process \d+ ended without a message, like a killed one", job.stderr), job.stderr
+    # No launcher ends the others.
+    jobs = FaultJobs(tmp_path, 3, "resources.ranks.generation=1", "train.max_steps=1")
+    end = jobs.start("run", prepare=partial(die_at_a_group, 1, number)).end()
+    assert end.codes == [1, -signal.SIGKILL, 1] and end.survivor_seconds < 30
+    assert re.search(r"spmdrl: rank 1: process \d+ ended without a message, like a killed one", end.screen), end.screen
 
 
 @pytest.mark.ranks
