@@ -82,6 +82,8 @@ class Passes:
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             content = file.read()
+        # A line may be only partly written.
+        content = content[: content.rfind(b"\n") + 1]
         self._offset += len(content)
         return [_pass_of(line) for line in content.decode().splitlines()]
 

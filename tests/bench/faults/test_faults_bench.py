@@ -238,6 +238,11 @@ def test_a_killed_rank_has_noted_its_last_place(tmp_path):
     last = reader.new()[-1]
     assert (last.in_step, last.point, last.step, last.stage) == (2, "generate", 4, "generation")
     assert reader.new() == []
+    with open(tmp_path / "0", "a") as file:
+        for part, stages in {"1.0\t3\t": [], "\t5\tupd": [], "ate\n2": ["update"]}.items():
+            file.write(part)
+            file.flush()
+            assert [one.stage for one in reader.new()] == stages
 
 
 SETS = Layout(1, 1, 1)
