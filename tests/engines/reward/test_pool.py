@@ -236,6 +236,23 @@ def test_rewards_get_the_common_variables_and_those_that_the_config_names(monkey
         RewardPool(config_of("poison", variables=("NO_SUCH_KEY",)))
 
 
+@pytest.mark.parametrize("python_path", [None, "/of/the/job:/another"])
+def test_what_a_function_starts_has_the_python_path_that_the_job_was_started_with(tmp_path, monkeypatch, python_path):
+    source = """
+import os
+
+def is_own(completions, **columns):
+    return [float(os.environ.get("PYTHONPATH", "none") == text) for text in completions]
+"""
+    (tmp_path / "own.py").write_text(source)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if python_path is not None:
+        monkeypatch.setenv("PYTHONPATH", python_path)
+    config = RewardConfig((f"{tmp_path}/own.py:is_own",), isolation="process")
+    with RewardPool(config) as pool:
+        assert scored(pool, python_path or "none", "another").rewards == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

@@ -137,6 +137,7 @@ class WorkerProcess:
             "functions": list(setup.functions),
             "settings": dict(setup.settings),
             "memory_limit_bytes": setup.memory_limit_bytes,
+            "python_path": os.environ.get("PYTHONPATH"),
         }
         self._unsent = memoryview(line_of(first))
         self._has_ended = False

@@ -46,6 +46,10 @@ def main(control: socket.socket) -> None:
     section = setup["section"]
     _refuse_questions(section)
     _limit_resources(setup["memory_limit_bytes"])
+    # Another Python that functions start, with packages of its own, must not load the job's.
+    os.environ.pop("PYTHONPATH")
+    if setup["python_path"] is not None:
+        os.environ["PYTHONPATH"] = setup["python_path"]
     try:
         loaded: Loaded = importlib.import_module(setup["runner"]).load(setup["functions"], setup["settings"])
     except BaseException as error:
