@@ -97,9 +97,10 @@ def without_memory_on_rank_1() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_without_memory_for_copies_has_all_wait(tmp_path):
-    settings = ["checkpoint.interval=1", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2, prepare=without_memory_on_rank_1))
+@pytest.mark.parametrize("more", [[], ["resources.ranks.generation=1", "rollout.lag=2"]], ids=["together", "apart"])
+def test_a_rank_without_memory_for_copies_has_all_wait(tmp_path, more):
+    settings = ["checkpoint.interval=1", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}", *more]
+    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=3, prepare=without_memory_on_rank_1))
     assert job.stdout.count("training waits for checkpoints from here on") == 1 and "FAILED" not in job.stdout
     assert job.stdout.count("checkpoint of step") == 3 and damage(tmp_path / "run/checkpoints/step_000003") is None
 

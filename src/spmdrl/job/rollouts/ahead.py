@@ -34,18 +34,19 @@ from spmdrl.dataflow.stages.schedule import Phase
 from spmdrl.dataflow.stages.stages import Stage, Stages
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites
 from spmdrl.job.model.switching import Switching
-from spmdrl.job.rollouts.kept_rollouts import METRICS, KeptRollouts
+from spmdrl.job.rollouts.kept_rollouts import KeptRollouts
 from spmdrl.job.rollouts.rank_split import split_line
 from spmdrl.job.run.checkpoints import Checkpoints
 from spmdrl.job.run.run_folder import on_every_rank
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.sample_flow import SampleFlow
-from spmdrl.observability.metrics import Stat, Table, table_of, totals_of
-from spmdrl.resources.collectives import barrier, gather_bytes
+from spmdrl.observability.metrics import Stat, table_of, totals_of
+from spmdrl.resources.collectives import barrier
 from spmdrl.resources.rank_sets import RankSets
 
 FOLDER = "ahead"
 _GROUPS = "groups.json"
+_METRICS = "metrics_*.json"
 
 
 class AheadRollouts:
@@ -180,29 +181,25 @@ class AheadRollouts:
             self._flow.pending.publish(self._sets)
 
     def write_to(self, folder: Path, writes: FileWrites) -> None:
-        """Write the batches generated ahead below `folder`. Collective."""
+        """Write the batches generated ahead below `folder`. Every rank calls it."""
         # Without a lag, the batch is that of a step that was given up.
         batches = dict(self._queue) if self._lag else {}
-        # Collectives come before anything that can fail.
-        own = json.dumps({step: table_of(self._recorded.get(step, {})) for step in batches}).encode()
-        of_ranks = [json.loads(tables) for tables in gather_bytes(own)]
         try:
             # At once: a later step frees the rows, and threads may write after that.
             paths = [
-                path
-                for step, samples in batches.items()
-                for path in self._write(samples, folder / FOLDER / str(step), [one[str(step)] for one in of_ranks])
+                path for step, samples in batches.items() for path in self._write(samples, folder / FOLDER / str(step))
             ]
         except OSError as error:
             writes.add(partial(_raise, error))
         else:
             writes.add(lambda: paths)
 
-    def _write(self, samples: Samples, folder: Path, metrics: Sequence[Table]) -> list[Path]:
+    def _write(self, samples: Samples, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         paths = samples.write_to(folder)
-        if self._logs.world.is_main:
-            paths.append(_written(folder / METRICS, table_of(totals_of(metrics))))
+        # A file per rank: other ranks may have failed to write, and take part in no collective.
+        if own := self._recorded.get(samples.step):
+            paths.append(_written(folder / _METRICS.replace("*", f"{self._logs.world.rank:05d}"), table_of(own)))
         if self._sets.generation.is_first:
             paths.append(_written(folder / _GROUPS, self._groups_of(samples)))
         if self._in_flight is not None:
@@ -248,8 +245,7 @@ class AheadRollouts:
         if self._in_flight is not None and is_begun:
             self._in_flight.read_from(folder, samples)
         if self._logs.world.is_main:
-            table = json.loads((folder / METRICS).read_text())
-            self._recorded[samples.step] = {name: Stat(*stat) for name, stat in table.items()}
+            self._recorded[samples.step] = totals_of([json.loads(path.read_bytes()) for path in folder.glob(_METRICS)])
 
 
 def _raise(error: OSError) -> NoReturn:
