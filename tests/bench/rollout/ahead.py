@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, of 8 responses each")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--epochs", type=int, default=1, help="passes of the update over a step's rows")
     parser.add_argument("--workers", type=int, default=64, help="processes of tools or rewards")
     parser.add_argument("--delays", type=int, default=0, metavar="N", help="number of delayed runs; others aren't made")
     parser.add_argument("--rounds", type=int, default=3, help="how often both run in turn")
@@ -131,6 +132,7 @@ def _train(arguments: argparse.Namespace, folder: Path, work: str, lag: int) -> 
         "reward.workers": workers if work == "reward" else 1,
         "rollout.prompts_per_step": arguments.prompts,
         "train.max_steps": arguments.steps,
+        "train.epochs_per_step": arguments.epochs,
         "resources.update": "{data: 0, shard: 1}",
         "rollout.lag": lag,
         "resources.ranks.generation": arguments.generating if lag else 0,

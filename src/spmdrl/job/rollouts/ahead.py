@@ -186,13 +186,11 @@ class AheadRollouts:
         batches = dict(self._queue) if self._lag else {}
         try:
             # At once: a later step frees the rows, and threads may write after that.
-            paths = [
-                path for step, samples in batches.items() for path in self._write(samples, folder / FOLDER / str(step))
-            ]
+            parts = [self._write(samples, folder / FOLDER / str(step)) for step, samples in batches.items()]
         except OSError as error:
             writes.add(partial(_raise, error))
         else:
-            writes.add(lambda: paths)
+            writes.add(lambda: [path for paths in parts for path in paths])
 
     def _write(self, samples: Samples, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
