@@ -101,8 +101,7 @@ def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     stages = Stages(
         checked.slots, states, logs.timeline, switching.note_memory, hooks=hooks, sets=sets, attempts=attempts
     )
-    generation = states.get(WorkerState.GENERATION)
-    rollouts.connect(stages, switching, logs, run.checkpoints, admitted.identity, generation)
+    rollouts.connect(stages, switching, logs, run.checkpoints, admitted.identity, states.get(WorkerState.GENERATION))
     return Training(
         run=run,
         algorithm=algorithm,

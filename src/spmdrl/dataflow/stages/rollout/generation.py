@@ -54,16 +54,13 @@ class GenerationStage:
     """scores rows that have ended while others wait for the environment"""
 
     def __call__(self, samples: Samples) -> None:
-        rows, size = samples.rows.deal_generation(), samples.group_size
-        groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
-        # If not all rows run at once, the longest ones begin first, so that few run alone at the end.
-        groups.sort(key=lambda group: samples.rows.expected_length(group[0]), reverse=True)
+        groups, size = self._dealt(samples), samples.group_size
         prompts = [samples.rows.prompt_of(group[0]) for group in groups]
         requests = [
             Request(group, tuple(prompt.prompt_ids), self._seeds(samples.step, group), self.sampling)
             for group, prompt in zip(groups, prompts, strict=True)
         ]
-        self._open_portions(samples, len(rows))
+        self._open_portions(samples, len(groups) * size)
         answers: list[list[Response]] = [[] for _ in groups]
         stop = StopPoint(self.mesh)
         for ended in run_rollout(self.engine, requests, prompts, self.turns, stop, self.portions):
@@ -87,6 +84,13 @@ class GenerationStage:
         self._commit(samples)
         # The same on every rank; if a step generates more than once, its most uneven deal.
         self.recorder.maximum("generation/imbalance", samples.rows.generation_imbalance())
+
+    def _dealt(self, samples: Samples) -> list[tuple[int, ...]]:
+        """Claim this replica's groups of rows."""
+        # If not all rows run at once, the longest ones begin first, so that few run alone at the end.
+        rows, size = samples.rows.deal_generation(), samples.group_size
+        groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+        return sorted(groups, key=lambda group: samples.rows.expected_length(group[0]), reverse=True)
 
     def _seeds(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(row_seed(self.seed, step, row) for row in rows)

@@ -60,16 +60,13 @@ class InFlightGenerationStage(ContinuingStage):
         self.recorder.maximum("generation/imbalance", samples.rows.generation_imbalance())
 
     def _own_groups(self, samples: Samples) -> list[OwnGroup]:
-        rows, size = samples.rows.deal_generation(), samples.group_size
-        groups = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
-        groups.sort(key=lambda group: samples.rows.expected_length(group[0]), reverse=True)
-        first = (samples.step - 1) * len(samples.rows.prompts)
+        first, size = (samples.step - 1) * len(samples.rows.prompts), samples.group_size
         return [
             OwnGroup(
                 first + group[0] // size, 1, samples.rows.prompt_of(group[0]), self._seeds(samples.step, group),
                 nothing_yet(group),
             )
-            for group in groups
+            for group in self._dealt(samples)
         ]  # fmt: skip
 
     def groups_of(self, samples: Samples, groups: StepGroups) -> StepGroups:
