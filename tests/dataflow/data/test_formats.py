@@ -206,7 +206,7 @@ def test_a_hub_name_is_answered_with_the_command_that_fetches_it() -> None:
         ("a.csv", b"prompt,prompt\na,b\n", "the header names 'prompt' twice"),
         ("a.csv", b"prompt,answer\n\xff,b\n", "a.csv:2:1: byte 0xff isn't UTF-8"),
         ("b.jsonl.gz", None, "is no whole gzip file"),
-        ("c.jsonl.gz", gzip.compress(lines(*ROWS))[:-20], "is no whole gzip file"),
+        ("c.jsonl.gz", gzip.compress(lines(*ROWS), mtime=0)[:-20], "is no whole gzip file"),
         ("a.parquet", b"PAR1", "parquet"),
         ("a.jsonl", b"", "holds no usable row"),
         ("a.json", b"[]", "holds no usable row"),
