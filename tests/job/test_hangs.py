@@ -208,7 +208,7 @@ def hanging_run(folder: Path, *options: str, ranks: int, prepare=None) -> tuple[
 
 
 @pytest.mark.ranks
-@pytest.mark.cpu_only("a rank is stopped from outside")
+@pytest.mark.cpu_only(reason="a rank is stopped from outside")
 @pytest.mark.parametrize(
     ("how", "stage", "rank", "ranks", "words"),
     [
@@ -248,7 +248,7 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(how, stage, rank, ra
         assert f"rank {rank} hangs" in summary_of(tmp_path / "run")["error"]
 
 
-@pytest.mark.cpu_only("holds Python's lock")
+@pytest.mark.cpu_only(reason="holds Python's lock")
 def test_a_rank_that_holds_pythons_lock_leaves_its_stacks(tmp_path):
     prepare = partial(hang, "lock", "update", 0, tmp_path / "run")
     code, _, seconds = hanging_run(tmp_path, ranks=1, prepare=prepare)
@@ -307,7 +307,7 @@ def die_at_a_group(rank: int, number: int) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.cpu_only("groups of gloo")
+@pytest.mark.cpu_only(reason="groups of gloo")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_is_killed_where_others_connect_to_it_is_named_long_before_the_limit(number, tmp_path):
     # No launcher ends the others.
@@ -319,7 +319,7 @@ def test_a_rank_that_is_killed_where_others_connect_to_it_is_named_long_before_t
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.cpu_only("asynchronous checkpoints of four ranks")
+@pytest.mark.cpu_only(reason="asynchronous checkpoints of four ranks")
 def test_a_start_that_goes_on_from_a_checkpoint_and_stands_still_is_named_and_ends(tmp_path, monkeypatch):
     asynchronous = (f"run.dir={tmp_path / 'run'}", "checkpoint.asynchronous=true", "checkpoint.interval=1")
     finished(run_job("train", tiny_config(tmp_path), *asynchronous, "train.max_steps=1", ranks=4))

@@ -241,7 +241,7 @@ def test_slurms_end_stops_what_saves_and_nothing_else(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.cpu_only("torchrun starts ranks of its own")
+@pytest.mark.cpu_only(reason="torchrun starts ranks of its own")
 @pytest.mark.parametrize("asked", ["script", "rank"])
 def test_the_script_passes_requests_on_and_ends_with_the_code_of_the_ranks(asked, tmp_path):
     folder, config = tmp_path / "run", tiny_config(tmp_path)
@@ -437,7 +437,7 @@ def test_a_launchers_signal_after_a_death_in_the_start_up_is_no_request(tmp_path
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.cpu_only("torchrun starts ranks of its own")
+@pytest.mark.cpu_only(reason="torchrun starts ranks of its own")
 @pytest.mark.parametrize(("kind", "restarts", "code"), [("sigkill", 1, 0), ("exit", 0, 1)])
 def test_a_rank_that_dies_in_the_start_up_is_restarted_or_named(kind, restarts, code, tmp_path):
     program = [f"--max-restarts={restarts}", "-m", MODULE]

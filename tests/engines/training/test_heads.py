@@ -311,7 +311,7 @@ def test_several_tokens_are_rated_in_each_place_and_the_likeliest_found(num_rank
 def test_a_small_rest_and_its_gradient_are_those_of_float64(log_rest):
     """Of 1 minus the sum of probabilities in float32 nothing would be left."""
     hidden_RD, head_weight_VD, _ = inputs(torch.float64)
-    ids_RJ = torch.arange(3).expand(NUM_ROWS, 3)
+    ids_RJ = torch.arange(3, device=hidden_RD.device).expand(NUM_ROWS, 3)
     hidden_RD, head_weight_VD = (torch.nn.functional.pad(tensor, (0, 1)) for tensor in (hidden_RD, head_weight_VD))
     hidden_RD[:, -1], head_weight_VD[3:, -1] = 1.0, log_rest
     results = []
@@ -329,7 +329,7 @@ def test_a_small_rest_and_its_gradient_are_those_of_float64(log_rest):
 
 def test_a_rest_of_no_token_is_finite_and_so_is_its_gradient():
     hidden_RD, head_weight_VD, targets_R = inputs()
-    all_RV = torch.arange(VOCAB).expand(NUM_ROWS, VOCAB)
+    all_RV = torch.arange(VOCAB, device=hidden_RD.device).expand(NUM_ROWS, VOCAB)
     hidden_RD.requires_grad_()
     rated_RJ = logprobs_and_entropy(hidden_RD, head_weight_VD, torch.cat((targets_R[:, None], all_RV), 1))[2]
     rated_RJ[:, -1].sum().backward()
