@@ -15,4 +15,5 @@ if ! [ -e .triton/installed ]; then
     touch .triton/installed
 fi
 share_cores 2
-PYTHONPATH=$PWD/.triton exec .venv/bin/pytest tests/engines/models/kernels/test_paged_attention.py "$@"
+PYTHONPATH=$PWD/.triton exec .venv/bin/pytest tests/engines/models/kernels/test_paged_attention.py \
+    tests/engines/models/kernels/test_fused_kernels.py "$@"

@@ -26,7 +26,7 @@ KERNELS = CASES | {
         Case(((0, 16), (3, 8, 16)), counts(0, 0, 0)),
     ]
 }
-FLASH, GROUPED = "torch_attn::_varlen_attn", "aten::_grouped_mm"
+FLASH, GROUPED = "aten::_flash_attention_forward", "aten::_grouped_mm"
 
 
 def kernels() -> Iterator[tuple[str, Trace]]:

@@ -37,19 +37,12 @@ PYTHON = {
         },
         "reload_weights": ("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner.reload_weights"),
     },
-    "liger_kernel": {
-        "LigerRMSNormFunction.apply": ("liger_kernel/ops/rms_norm.py", "LigerRMSNormFunction.forward"),
-        "LigerSiLUMulFunction.apply": ("liger_kernel/ops/swiglu.py", "LigerSiLUMulFunction.forward"),
-    },
     "fla_core": {
         name: (f"fla/ops/gated_delta_rule/{path}.py", name)
         for path, name in (
             ("chunk", "chunk_gated_delta_rule"),
             ("fused_recurrent", "fused_recurrent_gated_delta_rule"),
         )
-    },
-    "torch": {
-        "varlen_attn": ("torch/nn/attention/varlen.py", "varlen_attn"),
     },
 }
 # Operators by the files that hold their schemas as text.

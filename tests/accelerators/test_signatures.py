@@ -27,17 +27,12 @@ PREFIXES = {
         "get_tp_group": "get_tp_group",
     },
     "torch_npu": {"_operators().": ""},
-    "liger_kernel": {
-        "LigerRMSNormFunction.": "LigerRMSNormFunction.",
-        "LigerSiLUMulFunction.": "LigerSiLUMulFunction.",
-    },
     "fla_core": {"_delta_kernels().": ""},
-    "torch": {"torch.ops.aten.": "", "varlen_attn": "varlen_attn"},
+    "torch": {"torch.ops.aten.": ""},
 }
 FILES = {
     "vllm": [*(SOURCE / "engines" / "generation").glob("vllm*.py"), ROOT / "tests/bench/rollout/rollout_vllm.py"],
     "torch_npu": [SOURCE / "engines" / "models" / "kernels" / "npu.py"],
-    "liger_kernel": [SOURCE / "engines" / "models" / "kernels" / "cuda.py"],
     "fla_core": [SOURCE / "engines" / "models" / "kernels" / "cuda.py"],
     "torch": sorted(SOURCE.rglob("*.py")),
 }
@@ -130,7 +125,6 @@ def test_a_call_that_does_not_fit_is_found(tmp_path: Path) -> None:
 
 def test_the_oldest_and_newest_admitted_releases_are_recorded() -> None:
     versions = {library: sorted(RECORDED[library]) for library in RECORDED}
-    assert versions["vllm"][0].startswith("0.23") and versions["liger_kernel"][0].startswith("0.8.")
-    assert versions["fla_core"][0].startswith("0.4.")
+    assert versions["vllm"][0].startswith("0.23") and versions["fla_core"][0].startswith("0.4.")
     for library in ("torch", "torch_npu"):
         assert versions[library][0].startswith("2.10") and versions[library][-1].startswith("2.13")

@@ -32,13 +32,6 @@ STAGES = (
         only_on_cuda="graphs are captured on CUDA only",
     ),
     Stage(
-        "liger",
-        f"{_HERE}.kernel_parity:check_liger",
-        "liger-kernel's operations compute what PyTorch's do",
-        only_on_cuda="liger-kernel is used on CUDA only",
-        package="liger-kernel",
-    ),
-    Stage(
         "swap",
         f"{_HERE}.swap_speed:check_swap",
         "training state leaves and comes back whole, as fast as pinned copies",

@@ -12,15 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import cuda, ops, plain
+from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 from spmdrl.nouns.batch import offsets_of
-from spmdrl.verbs.doctor.device_verbs import median_seconds
-from spmdrl.verbs.doctor.stage_run import StageRun, StageSkipped
+from spmdrl.verbs.doctor.stage_run import StageRun
 
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
 """of the largest difference, in units of the largest value"""
@@ -226,6 +224,18 @@ def _error_of_softcap(device: torch.device, dtype: torch.dtype, num_tokens: int,
     return relative_error(ops.softcap(logits.to(device, copy=True), 5.0), plain.softcap(logits.clone(), 5.0))
 
 
+def _error_of_invert_cdf(device: torch.device, dtype: torch.dtype, num_tokens: int, width: int) -> float:
+    """How far targets lie outside of the drawn tokens' share of the sum, which no token of weight 0 has."""
+    weights_BV = _logits(num_tokens, width).sub_(4).exp_().mul_(_logits(num_tokens, width) > 4)
+    uniforms_B = torch.rand(num_tokens, generator=torch.Generator().manual_seed(1))
+    drawn_B1 = ops.invert_cdf(weights_BV.to(device), uniforms_B.to(device)).cpu()[:, None]
+    upper_B1 = (cumulated_BV := weights_BV.double().cumsum(-1)).gather(1, drawn_B1)
+    own_B1, total_B1 = weights_BV.gather(1, drawn_B1), cumulated_BV[:, -1:]
+    targets_B1 = uniforms_B[:, None] * total_B1
+    outside_B1 = torch.maximum(targets_B1 - upper_B1, upper_B1 - own_B1 - targets_B1) / total_B1
+    return float(outside_B1.masked_fill(own_B1 == 0, torch.inf).max().clamp(min=0))
+
+
 FORWARD_ONLY = {
     **{name: partial(_error_of_step, name=name) for name in ("conv_step", "gated_delta_step")},
     "add_matmul": _error_of_add_matmul,
@@ -233,32 +243,10 @@ FORWARD_ONLY = {
     "exponential_sums": _error_of_exponential_sums,
     "minus_expected": _error_of_minus_expected,
     "softcap": _error_of_softcap,
+    "invert_cdf": _error_of_invert_cdf,
 }
 """How far operations without a gradient are off."""
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def check_liger(run: StageRun) -> None:
-    """liger-kernel's operations beside PyTorch's own, which they replace where it is installed."""
-    if cuda.LigerRMSNormFunction is None:
-        raise StageSkipped("liger-kernel is installed, but its operations can't be imported")
-    all_cases = cases(_TOKENS[run.scale], _WIDTHS[run.scale])
-    ours = {"rms_norm": cuda.rms_norm, "swiglu": cuda.swiglu}
-    others: dict[str, Callable[..., Tensor]] = {
-        "rms_norm": lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps),
-        "swiglu": plain.swiglu,
-    }
-    for name, function in ours.items():
-        inputs = [x.to(run.device.torch_device) for x in _inputs(all_cases[name], torch.bfloat16)]
-        fixed = all_cases[name].fixed(run.device.torch_device)
-        seconds, results = {}, {}
-        for which, called in (("liger", function), ("torch", others[name])):
-            results[which] = results_and_gradients(called, inputs, fixed)
-            seconds[which] = median_seconds(partial(called, *inputs, *fixed), run.device)
-        error = max(map(relative_error, results["liger"], [x.cpu() for x in results["torch"]]))
-        run.require(error <= TOLERANCES[torch.bfloat16], f"liger's {name} is off by {error:.1e} of its largest value")
-        run.figures[f"{name}_error"] = error
-        run.figures[f"{name}_times_as_fast"] = seconds["torch"] / seconds["liger"]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.engines.generation.native import sampling
-from spmdrl.engines.generation.native.sampling import RowSampling, draw, invert_cdf, keep_likely, splitmix64, uniforms
+from spmdrl.engines.generation.native.sampling import RowSampling, draw, keep_likely, splitmix64, uniforms
+from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 from tests.support.chosen_device import chosen_device
 
@@ -150,7 +150,7 @@ def test_a_row_draws_the_same_beside_rows_with_other_parameters(device):
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-24])
 def test_a_token_of_weight_zero_is_never_drawn(uniform: float, device: torch.device):
     weights_BV = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0], [0.0, 0.0, 1e-7, 0.0, 0.0]], device=device)
-    tokens_B = invert_cdf(weights_BV, torch.full((2,), uniform, device=device))
+    tokens_B = ops.invert_cdf(weights_BV, torch.full((2,), uniform, device=device))
     assert (weights_BV.gather(1, tokens_B[:, None]) > 0).all()
 
 
@@ -167,15 +167,15 @@ def test_draws_stay_the_same_where_cumulated_sums_must_be_of_integers(monkeypatc
     weights_BV = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).exp()
     weights_BV = torch.where(weights_BV > 1, weights_BV, 0.0) / weights_BV.amax(-1, keepdim=True)
     uniforms_B = torch.rand(64, generator=torch.Generator().manual_seed(1))
-    tokens_B = invert_cdf(weights_BV, uniforms_B)
-    monkeypatch.setattr(sampling, "FLOAT_SUMS_REFUSED", ("cpu",))
+    tokens_B = ops.invert_cdf(weights_BV, uniforms_B)
+    monkeypatch.setattr(plain, "FLOAT_SUMS_REFUSED", ("cpu",))
     monkeypatch.setattr(Tensor, "cumsum", _of_integers(Tensor.cumsum))
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.equal(invert_cdf(weights_BV, uniforms_B), tokens_B)
+        assert torch.equal(ops.invert_cdf(weights_BV, uniforms_B), tokens_B)
         assert bool((weights_BV.gather(1, tokens_B[:, None]) > 0).all())
         weights_BV[3, 7] = float("nan")
-        assert sampling.cumulated(weights_BV).isnan().all(-1).nonzero().tolist() == [[3]]
+        assert plain.cumulated(weights_BV).isnan().all(-1).nonzero().tolist() == [[3]]
     finally:
         torch.use_deterministic_algorithms(False)
 

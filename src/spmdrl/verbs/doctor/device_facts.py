@@ -16,7 +16,7 @@ import torch
 from spmdrl.resources.device import Device, find_device
 from spmdrl.runtime.screen import show
 
-_PACKAGES = ("torch", "torch_npu", "transformers", "tensordict", "vllm", "liger_kernel", "triton")
+_PACKAGES = ("torch", "torch_npu", "transformers", "tensordict", "vllm", "triton")
 
 
 def facts_of(device: Device) -> dict[str, Any]:

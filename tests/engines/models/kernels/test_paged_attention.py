@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.engines.models.kernels.ops import TABLE
+from tests.engines.models.kernels.interpreter import Interpreter, compiled_size
 from tests.engines.models.kernels.test_table import device_or_skip
 
 # Query heads, key heads, head size of keys and of values, block size, and cached positions of each row.
@@ -20,6 +16,7 @@ CASES = [
     (4, 2, 16, 16, 4, (1, 37)),
     (7, 1, 24, 16, 32, (300, 256, 255, 513)),
     (3, 3, 64, 64, 48, (257, 2)),
+    (2, 1, 8, 6, 4, (1, 20)),
 ]
 
 
@@ -78,21 +75,10 @@ def without_unseen(arguments: tuple[Tensor, ...], window: int | None) -> tuple[T
     return queries, keys, values, tables.masked_fill(is_unseen, len(keys) - 1), lengths
 
 
-def interpreted(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The kernel's results, in a process that has Triton interpret kernels on the CPU."""
+def interpreted(*arguments: Tensor) -> Tensor:
     from spmdrl.engines.models.kernels import paged_kernel
 
-    return [paged_kernel.paged_attention(*arguments) for arguments in calls]
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[tuple[Tensor, ...]]], list[Tensor]]]:
-    if find_spec("triton") is None:
-        pytest.skip("triton isn't installed; it comes with torch's CUDA builds")
-    # Read when Triton is imported.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        yield lambda calls: process.submit(interpreted, calls).result(timeout=120)
+    return paged_kernel.paged_attention(*arguments)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,20 +88,20 @@ def test_the_plain_one_equals_softmax_attention(case) -> None:
     torch.testing.assert_close(found, softmax_attention(*arguments), atol=1e-5, rtol=0)
 
 
-def test_the_kernel_equals_softmax_attention(kernel) -> None:
+def test_the_kernel_equals_softmax_attention(interpreter: Interpreter) -> None:
     # Triton's interpreter multiplies no bfloat16.
     kinds = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16)]
     calls = [pages(case, dtype) for case, dtype in kinds]
-    for (_, dtype), arguments, found in zip(kinds, calls, kernel(calls), strict=True):
+    for (_, dtype), arguments, found in zip(kinds, calls, interpreter.run(interpreted, calls), strict=True):
         assert found.dtype == dtype
         tolerance = 1e-5 if dtype is torch.float32 else 2e-3
         torch.testing.assert_close(found.double(), softmax_attention(*arguments), atol=tolerance, rtol=0)
 
 
-def test_the_kernel_sees_the_window_alone_and_joins_the_sinks(kernel) -> None:
+def test_the_kernel_sees_the_window_alone_and_joins_the_sinks(interpreter: Interpreter) -> None:
     kinds = [(case, window, sinks) for case in CASES for window in WINDOWS for sinks in (None, sinks_of(case))]
     calls = [(*without_unseen(pages(case, torch.float32), window), window, sinks) for case, window, sinks in kinds]
-    for (case, *seen), found in zip(kinds, kernel(calls), strict=True):
+    for (case, *seen), found in zip(kinds, interpreter.run(interpreted, calls), strict=True):
         expected = softmax_attention(*pages(case, torch.float32), *seen)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
 
@@ -142,14 +128,14 @@ def test_the_plain_one_sees_the_window_alone_and_joins_the_sinks(case) -> None:
             torch.testing.assert_close(found, softmax_attention(*arguments, window, sinks), atol=1e-5, rtol=0)
 
 
-def test_the_kernel_rounds_a_row_alike_in_every_batch_and_table(kernel) -> None:
+def test_the_kernel_rounds_a_row_alike_in_every_batch_and_table(interpreter: Interpreter) -> None:
     queries, keys, values, tables, lengths = pages(CASES[1], torch.float32)
     wider = torch.cat([tables, torch.zeros_like(tables)], dim=1)
     alone = [
         (queries[row : row + 1], keys, values, wider[row : row + 1], lengths[row : row + 1])
         for row in range(len(queries))
     ]
-    together, *rows = kernel([(queries, keys, values, tables, lengths), *alone])
+    together, *rows = interpreter.run(interpreted, [(queries, keys, values, tables, lengths), *alone])
     assert torch.equal(torch.cat(rows), together)
 
 
@@ -178,10 +164,7 @@ def test_a_cpu_rounds_a_row_alike_in_every_batch_and_table_and_on_any_threads() 
 def test_the_kernel_compiles_for_hopper(
     dtype: str, window: int | None, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton = pytest.importorskip("triton", reason="triton isn't installed; it comes with torch's CUDA builds")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton", reason="triton isn't installed; it comes with torch's CUDA builds")
     from spmdrl.engines.models.kernels import paged_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -192,11 +175,7 @@ def test_the_kernel_compiles_for_hopper(
     kinds = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), f"*{dtype}")
     kinds |= {"tables": "*i32", "lengths": "*i32", "parts": "*fp32", "bounds": "*fp32", "scale": "fp32"}
     for function in (paged_kernel._attend_chunks, paged_kernel._merge_chunks):
-        names = function.arg_names
-        signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-        used = {name: value for name, value in constants.items() if name in names}
-        built = triton.compile(ASTSource(function, signature, used), target=GPUTarget("cuda", 90, 32))
-        assert len(built.asm["cubin"]) > 1000
+        assert compiled_size(function, kinds, constants) > 1000
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.native.running_rows import Row
 from spmdrl.engines.generation.protocol import Decode, Finish, completes_stop_string
+from spmdrl.engines.models.kernels import ops, plain
 from spmdrl.nouns.settings.rollout_config import SamplingParams
 
 # Constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as signed
@@ -24,9 +25,6 @@ from spmdrl.nouns.settings.rollout_config import SamplingParams
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
-
-FLOAT_SUMS_REFUSED: tuple[str, ...] = ("cuda",)
-"""Kinds of device without a deterministic cumulative sum of floating-point numbers in PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def draw(logits_BV: Tensor, positions_B: Tensor, rows: RowSampling, never: Tenso
     else:
         if rows.kinds.has_filters:
             weights_BV = keep_likely(weights_BV, rows)
-        tokens_B = invert_cdf(weights_BV, uniforms(rows.streams_B, positions_B))
+        tokens_B = ops.invert_cdf(weights_BV, uniforms(rows.streams_B, positions_B))
         if rows.kinds.has_greedy:
             tokens_B = torch.where(rows.greedy_B, logits_BV.argmax(-1), tokens_B)
     return Drawn(tokens_B, scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - log_sum_B)
@@ -137,34 +135,10 @@ def keep_likely(probs_BV: Tensor, rows: RowSampling) -> Tensor:
     rank_V = torch.arange(num_tokens, device=probs_BV.device)
     kept_BV = (rank_V < top_k_B[:, None]) & (sorted_BV >= rows.min_p_B[:, None] * sorted_BV[:, :1])
     sorted_BV = sorted_BV * kept_BV
-    mass_before_BV = cumulated(sorted_BV) - sorted_BV
+    mass_before_BV = plain.cumulated(sorted_BV) - sorted_BV
     enough_B = torch.where(rows.top_p_B < 1, rows.top_p_B * sorted_BV.sum(-1), float("inf"))
     sorted_BV = sorted_BV * (mass_before_BV < enough_B[:, None])
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV)
-
-
-def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return the token [B] whose share of the cumulative weights holds the uniform number; never one of weight 0."""
-    cumulated_BV = cumulated(weights_BV)
-    total_B = cumulated_BV[:, -1]
-    # Rounding may lift uniform x total to the total itself, beyond the last token.
-    target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    found_B = torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
-    # NaN compares beyond all: broken logits must raise by name, rather than fail at an index.
-    return found_B.clamp(max=weights_BV.shape[-1] - 1)
-
-
-def cumulated(weights_BV: Tensor) -> Tensor:
-    """Return cumulative sums of each row's weights, none of which is above 1.
-
-    If kernels must be deterministic, CUDA refuses cumulative sums of floating-point numbers, but not of integers: there
-    weights are rounded to multiples of 2**-40.
-    """
-    if weights_BV.device.type not in FLOAT_SUMS_REFUSED or not torch.are_deterministic_algorithms_enabled():
-        return weights_BV.cumsum(-1)
-    sums_BV = (weights_BV * 2.0**40).to(torch.int64).cumsum(-1).to(weights_BV.dtype) * 2.0**-40
-    # An integer can't be NaN, but a row's sums must be if one of its weights is.
-    return sums_BV + 0 * weights_BV.sum(-1, keepdim=True)
 
 
 def uniforms(streams_B: Tensor, positions_B: Tensor) -> Tensor:

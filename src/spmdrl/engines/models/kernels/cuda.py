@@ -1,8 +1,8 @@
-"""Operations on CUDA: torch's fused ones, and liger-kernel's and flash-linear-attention's if installed."""
+"""Operations on CUDA: torch's fused ones, our own in Triton, and flash-linear-attention's if installed."""
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -24,13 +24,10 @@ from spmdrl.engines.models.kernels.packed import (
 )
 from spmdrl.engines.models.kernels.prefixed import PrefixedRows, copy_rows, padded_prefixed_attention
 
-try:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-except ImportError:
-    LigerRMSNormFunction = LigerSiLUMulFunction = None
-
 _HALF = (torch.bfloat16, torch.float16)
+# Older releases of Triton compute wrong gradients of the gated delta rule on Hopper, and its backward raises there:
+# https://github.com/fla-org/flash-linear-attention/issues/640
+_HOPPER_TRITON = (3, 7, 1)
 Bounds = tuple[Tensor, Tensor, int, int]
 """Offsets of the rows' queries and of their keys, int32, with the largest number of each."""
 # Requirements of flash attention on devices and heads.
@@ -44,16 +41,7 @@ _GROUPED_CAPABILITY = (8, 0)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != weight.dtype:
         return plain.rms_norm(x, weight, eps)
-    if LigerRMSNormFunction is not None:
-        # Out of place, because the residual stream reads the same gradient.
-        return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if LigerSiLUMulFunction is not None and gate.numel():
-        return LigerSiLUMulFunction.apply(gate, up)
-    return plain.swiglu(gate, up)
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
@@ -93,27 +81,12 @@ def prefixed_attention(
 
 
 def _flash(q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, bounds: Bounds, window: Window, sinks_H: Sinks) -> Tensor:
-    value_size = v_TJU.shape[-1]
-    v_TJK = pad_values(k_TJK, v_TJU)
-    if window is not None or sinks_H is not None:
-        return _WindowedFlash.apply(q_THK, k_TJK, v_TJK, bounds, window, sinks_H)[..., :value_size]
-    # Only here: it imports Dynamo, which takes longer than the rest of PyTorch.
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = _parameters(varlen_attn)
-    # Torch 2.10 has a flag for causal masks and repeats no key heads; later releases have a window and a flag for them.
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    if (share := q_THK.shape[1] // k_TJK.shape[1]) > 1:
-        if "enable_gqa" in parameters:
-            options["enable_gqa"] = True
-        else:
-            k_TJK, v_TJK = k_TJK.repeat_interleave(share, dim=1), v_TJK.repeat_interleave(share, dim=1)
-    attended_THK: Any = varlen_attn(q_THK, k_TJK, v_TJK, *bounds, **options)
-    return attended_THK[..., :value_size]
+    return _Flash.apply(q_THK, k_TJK, pad_values(k_TJK, v_TJU), bounds, window, sinks_H)[..., : v_TJU.shape[-1]]
 
 
-# varlen_attn drops the gradient of its logsumexps, and has no window in torch 2.10.
-class _WindowedFlash(torch.autograd.Function):
+# torch.nn.attention.varlen, which uses the same kernels, drops the gradient of its logsumexps, has no window in torch
+# 2.10, repeats key heads before 2.12, and imports Dynamo, which takes longer than the rest of PyTorch.
+class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, bounds: Bounds, window: Window, sinks_H: Sinks
@@ -142,10 +115,7 @@ def flash_forward(
     window: Window = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K].
-
-    torch.nn.attention.varlen, which uses the same kernels, takes no logsumexp for a partial softmax's backward.
-    """
+    """Return output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K]."""
     out_THK, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         *inputs, *bounds, 0.0, is_causal and window is None, False, scale=scale, **_window_sizes(window)
     )
@@ -175,11 +145,6 @@ def flash_backward(
 
 def _window_sizes(window: Window) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
-
-@cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 def gated_delta(
@@ -223,10 +188,13 @@ def gated_delta_step(
 def _delta_kernels() -> Any:
     # Only here: it compiles for the device that it finds.
     try:
+        import triton
         from fla.ops import gated_delta_rule
     except ImportError:
         return None
-    return gated_delta_rule
+    release = tuple(int(number) for number in re.findall("[0-9]+", triton.__version__)[:3])
+    is_wrong = torch.cuda.get_device_capability()[0] == 9 and release < _HOPPER_TRITON
+    return None if is_wrong else gated_delta_rule
 
 
 def _per_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,24 +203,27 @@ def _per_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.repeat_interleave(share, dim=1), k.repeat_interleave(share, dim=1)
 
 
-def _paged_attention(
-    q_BHK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables_BC: Tensor,
-    lengths_B: Tensor,
-    window: Window = None,
-    sinks_H: Sinks = None,
-) -> Tensor:
-    # In torch's CUDA builds only.
-    from spmdrl.engines.models.kernels import paged_kernel
+def _in_triton(name: str) -> Callable[..., Any]:
+    """Return the operation in Triton, which torch's CUDA builds have; without it, and in float64, the plain one."""
+    if find_spec("triton") is None:
+        return getattr(plain, name)
 
-    return paged_kernel.paged_attention(q_BHK, keys, values, tables_BC, lengths_B, window, sinks_H)
+    def call(*arguments: Any) -> Any:
+        if arguments[0].dtype == torch.float64:
+            return getattr(plain, name)(*arguments)
+        # Only here: a CPU's build can't import them.
+        from spmdrl.engines.models.kernels import fused_kernels, paged_kernel
+
+        return getattr(paged_kernel if name == "paged_attention" else fused_kernels, name)(*arguments)
+
+    return call
 
 
+rotate, swiglu, invert_cdf = map(_in_triton, ("rotate", "swiglu", "invert_cdf"))
+exponential_sums, minus_expected = map(_in_triton, ("exponential_sums", "minus_expected"))
 # Not varlen_attn, which takes block tables from 2.12 on, in blocks of 256 positions, and whose second version leaves
 # rows unwritten where it splits them: https://github.com/pytorch/pytorch/issues/194167
-paged_attention = plain.paged_attention if find_spec("triton") is None else _paged_attention
+paged_attention = _in_triton("paged_attention")
 
 
 def _flash_can(q_THK: Tensor) -> bool:

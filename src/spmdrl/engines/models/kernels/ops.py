@@ -23,7 +23,7 @@ from spmdrl.engines.models.kernels.prefixed import PrefixedRows
 
 TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"cpu": elementwise.rms_norm, "cuda": cuda.rms_norm, "npu": npu.rms_norm},
-    "rotate": {"cpu": elementwise.rotate, "cuda": plain.rotate, "npu": npu.rotate},
+    "rotate": {"cpu": elementwise.rotate, "cuda": cuda.rotate, "npu": npu.rotate},
     "swiglu": {"cpu": elementwise.swiglu, "cuda": cuda.swiglu, "npu": npu.swiglu},
     "geglu": {"cpu": plain.geglu, "cuda": plain.geglu, "npu": plain.geglu},
     "sigmoid": {"cpu": plain.sigmoid, "cuda": plain.sigmoid, "npu": plain.sigmoid},
@@ -36,10 +36,11 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "add_matmul": {"cpu": cpu.add_matmul, "cuda": cuda.add_matmul, "npu": npu.add_matmul},
     "exponential_sums": {
         "cpu": elementwise.exponential_sums,
-        "cuda": plain.exponential_sums,
+        "cuda": cuda.exponential_sums,
         "npu": plain.exponential_sums,
     },
-    "minus_expected": {"cpu": elementwise.minus_expected, "cuda": plain.minus_expected, "npu": plain.minus_expected},
+    "minus_expected": {"cpu": elementwise.minus_expected, "cuda": cuda.minus_expected, "npu": plain.minus_expected},
+    "invert_cdf": {"cpu": plain.invert_cdf, "cuda": cuda.invert_cdf, "npu": plain.invert_cdf},
     "paged_attention": {"cpu": cpu.paged_attention, "cuda": cuda.paged_attention, "npu": plain.paged_attention},
     "packed_attention": {
         "cpu": row_attention.packed_attention,
@@ -159,6 +160,14 @@ def minus_expected(
     """
     compute = implementation("minus_expected", above_CV)
     return compute(above_CV, log_sum_C, entropy_C, by_logprob_C, by_entropy_C)
+
+
+def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Return the token [B] whose share of the cumulative weights holds the uniform number; never one of weight 0.
+
+    Where a row has weights that are NaN its token is any, within the vocabulary. No gradient.
+    """
+    return implementation("invert_cdf", weights_BV)(weights_BV, uniforms_B)
 
 
 def packed_attention(

@@ -18,9 +18,9 @@ from spmdrl.engines.models.kernels.packed import Sinks, Window
 
 # Positions of a program: enough that reading them outweighs writing its part of the result.
 _CHUNK = 256
-# Positions read at once, and the least rows of a matrix product on tensor cores.
+# Positions read at once, and the least size of a matrix product's operands on tensor cores.
 _TILE, _LARGEST_HEAD = 64, 256
-_LEAST_QUERIES = 16
+_LEAST_LANES = 16
 
 
 def paged_attention(
@@ -47,8 +47,8 @@ def paged_attention(
         q_BHK, keys, values, tables_BC, lengths_B, parts, bounds,
         key_size**-0.5, q_BHK.stride(0), q_BHK.stride(1), tables_BC.stride(0), num_chunks,
         num_heads, num_queries // num_heads, key_size, value_size, block_size,
-        max(triton.next_power_of_2(num_queries // num_heads), _LEAST_QUERIES),
-        triton.next_power_of_2(key_size), triton.next_power_of_2(value_size), _CHUNK,
+        *(max(triton.next_power_of_2(n), _LEAST_LANES) for n in (num_queries // num_heads, key_size, value_size)),
+        _CHUNK,
         # Keys and values of a tile must fit in shared memory.
         _TILE if max(key_size, value_size) <= _LARGEST_HEAD else _TILE // 2, window,
     )  # fmt: skip

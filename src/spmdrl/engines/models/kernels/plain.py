@@ -33,6 +33,8 @@ from spmdrl.nouns.batch import offsets_of
 # A CPU's matrix product gives each of its rows the same bits from this number of rows on: MKL has other loops for fewer
 # than 16 on processors with AVX-512 FP16, and for fewer than 4 on others.
 LEAST_ROWS = 16
+FLOAT_SUMS_REFUSED: tuple[str, ...] = ("cuda",)
+"""Kinds of device without a deterministic cumulative sum of floating-point numbers in PyTorch."""
 # The grouped product requires rows of every operand to begin at multiples of this.
 _STRIDE_BYTES = 16
 
@@ -107,6 +109,29 @@ def minus_expected(
     if by_logprob_C is not None:
         factor_CV.add_(by_logprob_C[:, None])
     return factor_CV.mul_(p_CV).neg_()
+
+
+def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    cumulated_BV = cumulated(weights_BV)
+    total_B = cumulated_BV[:, -1]
+    # Rounding may lift uniform x total to the total itself, beyond the last token.
+    target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    found_B = torch.searchsorted(cumulated_BV, target_B[:, None], right=True).squeeze(-1)
+    # NaN compares beyond all: broken logits must raise by name, rather than fail at an index.
+    return found_B.clamp(max=weights_BV.shape[-1] - 1)
+
+
+def cumulated(weights_BV: Tensor) -> Tensor:
+    """Return cumulative sums of each row's weights, none of which is above 1.
+
+    If kernels must be deterministic, CUDA refuses cumulative sums of floating-point numbers, but not of integers: there
+    weights are rounded to multiples of 2**-40.
+    """
+    if weights_BV.device.type not in FLOAT_SUMS_REFUSED or not torch.are_deterministic_algorithms_enabled():
+        return weights_BV.cumsum(-1)
+    sums_BV = (weights_BV * 2.0**40).to(torch.int64).cumsum(-1).to(weights_BV.dtype) * 2.0**-40
+    # An integer can't be NaN, but a row's sums must be if one of its weights is.
+    return sums_BV + 0 * weights_BV.sum(-1, keepdim=True)
 
 
 def packed_attention(
