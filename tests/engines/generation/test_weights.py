@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engines.generation.native.engine_weights import FreeableWeights
+from spmdrl.engines.generation.native.engine_weights import FreeableWeights, PackedWeights
+from spmdrl.engines.models.decoder import Decoder
+from tests.engines.generation.support import TINY
 
 
 class Scaled(nn.Module):
@@ -83,3 +87,57 @@ def test_what_is_borrowed_or_asleep_can_not_be_kept(held, device):
     weights.borrow({"scale": torch.ones(2, device=device)})
     with pytest.raises(AssertionError):
         weights.keep(["scale"])
+
+
+NEIGHBOURS = ("first.weight", "second.weight")
+
+
+@pytest.fixture
+def together(device: torch.device) -> FreeableWeights:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"first": nn.Linear(3, 2, bias=False), "second": nn.Linear(3, 5, bias=False)})
+    return FreeableWeights(module, device, torch.float32, [NEIGHBOURS])
+
+
+def test_neighbours_share_a_storage_that_lasts_as_long_as_one_of_them_is_awake(together, device):
+    first, second = (together.wake([name])[name] for name in NEIGHBOURS)
+    assert together.num_bytes == 84 and second.data_ptr() == first.data_ptr() + first.nbytes
+    first.fill_(1), second.fill_(2)
+    together.borrow({NEIGHBOURS[0]: torch.zeros(2, 3, device=device)})
+    assert together.num_bytes == 84 and together.wake()[NEIGHBOURS[1]].tolist() == [[2.0] * 3] * 5
+    together.borrow({NEIGHBOURS[1]: torch.zeros(5, 3, device=device)})
+    assert together.num_bytes == 0 and together.are_awake
+    together.sleep()
+    together.wake()[NEIGHBOURS[0]].fill_(7)
+    together.keep(NEIGHBOURS[:1])
+    together.sleep()
+    assert together.num_bytes == 84 and not together.are_awake
+    assert together.wake()[NEIGHBOURS[0]].tolist() == [[7.0] * 3] * 2
+
+
+@pytest.mark.on_device
+def test_layers_that_lie_behind_each_other_are_one_product(device):
+    if device.type == "cpu":
+        pytest.skip("a CPU packs them instead")
+    with torch.device("meta"):
+        decoder = Decoder(replace(TINY, attention_bias=True))
+    weights = PackedWeights(decoder, device, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights.wake().values():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    attention, rows = (
+        decoder.model.layers["0"].self_attn,
+        torch.randn(4, TINY.hidden_size, generator=generator).to(device),
+    )
+    apart = [getattr(attention, name)(rows) for name in attention.joined]
+    weights.pack()
+    joined = attention.project(rows)
+    assert len({out.untyped_storage().data_ptr() for out in joined}) == 1
+    borrowed = {"model.layers.0.self_attn.k_proj.weight": attention.k_proj.weight.detach().clone()}
+    weights.borrow(borrowed)
+    weights.pack()
+    borrowing = attention.project(rows)
+    assert len({out.untyped_storage().data_ptr() for out in borrowing}) == 3
+    for whole, own, other in zip(joined, apart, borrowing, strict=True):
+        torch.testing.assert_close(whole, own, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(other, own, atol=1e-5, rtol=1e-5)

@@ -3,13 +3,14 @@
     plain (to be filled, borrowed) --pack--> packed (to be used) --wake, borrow, sleep--> plain
 
 Linear layers are packed, in the layout that decoding steps read fastest. Layers with the same input become one product.
-If no layout is faster than the plain one, nothing is packed.
+If no layout is faster than the plain one, nothing is packed, and such layers lie behind each other in one storage.
 
 Shape letters: `B` rows, `D` inputs of a linear layer, `V` vocabulary or this rank's part of it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
@@ -23,22 +24,36 @@ from spmdrl.engines.models.lora import AdaptedLinear
 
 
 class FreeableWeights:
-    """All parameters and buffers of a module built on the meta device, each in a storage of its own while it is awake.
+    """All parameters and buffers of a module built on the meta device, in storages that they have while they are awake.
 
     Parameter objects survive sleeps. Running a module whose weights sleep is a segmentation fault, not an exception.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype):
-        """Hold parameters in `dtype`; buffers keep theirs, which was chosen on purpose."""
+    def __init__(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, together: Iterable[Sequence[str]] = ()
+    ):
+        """Hold parameters in `dtype`; buffers keep theirs, which was chosen on purpose.
+
+        Those that are named `together` lie behind each other in one storage; they differ in their first dim alone.
+        """
         self._module = module.requires_grad_(False)
         parameters = dict(module.named_parameters())
         weights = module.state_dict()
         self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         dtypes = {name: dtype if name in parameters else weight.dtype for name, weight in weights.items()}
         self._own: dict[str, Tensor] = {}
-        for name, shape in self.shapes.items():
-            self._own[name] = torch.empty(shape, dtype=dtypes[name], device=device)
-            self._own[name].untyped_storage().resize_(0)
+        self._neighbours: dict[str, Sequence[str]] = {name: (name,) for name in self.shapes}
+        self._neighbours |= {name: names for names in together for name in names}
+        for names in dict.fromkeys(map(tuple, self._neighbours.values())):
+            dtype, offset = dtypes[names[0]], 0
+            storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
+            for name in names:
+                # No views, in which autograd allows no writes.
+                meta = torch.empty(self.shapes[name], dtype=dtype, device="meta")
+                own = self._own[name] = torch.empty(0, dtype=dtype, device=device)
+                own.set_(storage, offset, meta.shape, meta.stride())
+                offset += own.numel()
+            storage.resize_(0)
         self._borrowed: dict[str, Tensor] = {}
         self._kept: frozenset[str] = frozenset()
         self._asleep = set(self.shapes)
@@ -48,7 +63,11 @@ class FreeableWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device now, without borrowed storages."""
-        return sum(weight.untyped_storage().nbytes() for weight in self._own.values())
+        return sum(
+            self._own[name].untyped_storage().nbytes()
+            for name, (first, *_) in self._neighbours.items()
+            if name == first
+        )
 
     @property
     def are_awake(self) -> bool:
@@ -58,7 +77,7 @@ class FreeableWeights:
     def wake(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Allocate these weights, or all, uninitialised, unless allocated; returns all weights by name."""
         for name in self._asleep.intersection(self._own if names is None else names):
-            self._own[name].untyped_storage().resize_(self._own[name].nbytes)
+            self._allocate(name)
             self._asleep.remove(name)
         return self._own | self._borrowed
 
@@ -67,9 +86,9 @@ class FreeableWeights:
         for name, weight in weights.items():
             own = self._own[name]
             assert (weight.shape, weight.dtype) == (own.shape, own.dtype), (name, weight.shape, weight.dtype)
-            own.untyped_storage().resize_(0)
             self._borrowed[name] = weight.detach()
             self._asleep.discard(name)
+        self._free(weights)
         self._point(self._borrowed)
 
     def keep(self, names: Iterable[str]) -> None:
@@ -82,8 +101,20 @@ class FreeableWeights:
         self._point({name: self._own[name] for name in self._borrowed})
         self._borrowed = {}
         self._asleep = set(self._own) - self._kept
-        for name in self._asleep:
-            self._own[name].untyped_storage().resize_(0)
+        self._free(self._asleep)
+
+    def _allocate(self, name: str) -> None:
+        """Allocate the storage of a weight, unless it is allocated."""
+        storage = self._own[name].untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(sum(self._own[neighbour].nbytes for neighbour in self._neighbours[name]))
+
+    def _free(self, names: Iterable[str]) -> None:
+        """Free the storages of these weights in which no other weight is awake."""
+        idle = self._borrowed.keys() | self._asleep
+        for name in names:
+            if idle.issuperset(self._neighbours[name]):
+                self._own[name].untyped_storage().resize_(0)
 
     def _point(self, weights: Mapping[str, Tensor]) -> None:
         """Make the module's parameters and buffers read from these tensors."""
@@ -99,7 +130,8 @@ class PackedWeights(FreeableWeights):
     """
 
     def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype):
-        super().__init__(decoder, device, dtype)
+        # A CPU packs them, which frees each alone.
+        super().__init__(decoder, device, dtype, () if device.type == "cpu" else _together(decoder))
         self._name_of = {id(weight): name for name, weight in decoder.named_parameters()}
         self._head = Product([_head_weight(decoder)])
         self.products = [*_installed(decoder), self._head]
@@ -161,9 +193,8 @@ class PackedWeights(FreeableWeights):
             for weight, values in zip(product.weights, product.unpacked() if lacking else (), strict=False):
                 name = self._name_of[id(weight)]
                 if name in lacking:
-                    own = self._own[name]
-                    own.untyped_storage().resize_(own.nbytes)
-                    own.copy_(values)
+                    self._allocate(name)
+                    self._own[name].copy_(values)
             product.drop()
         self._is_packed = False
 
@@ -183,6 +214,8 @@ class Product:
         self._adapted = list(adapted)
         self._sizes = [len(weight) for weight in weights]
         self._packed: BlockedLinear | None = None
+        self._whole: tuple[Tensor, Tensor | None] | None = None
+        """Weight and bias of all layers, if they lie behind each other in memory."""
 
     @classmethod
     def of(cls, *layers: Linear) -> Product:
@@ -198,6 +231,8 @@ class Product:
             outputs = self.packed(rows_BD)
             # Not split(), whose Python overhead equals a small product.
             return (outputs,) if len(self._sizes) == 1 else outputs.split_with_sizes(self._sizes, dim=-1)
+        if self._whole is not None:
+            return ops.linear(rows_BD, *self._whole).split_with_sizes(self._sizes, dim=-1)
         return [ops.linear(rows_BD, weight, bias) for weight, bias in zip(self.weights, self._biases, strict=True)]
 
     @property
@@ -215,14 +250,18 @@ class Product:
 
     def pack(self) -> None:
         biases = [bias for bias in self._biases if bias is not None]
-        self._packed = ops.blocked_linear(_joined(self.weights), _joined(biases) if biases else None)
+        if self.weights[0].device.type == "cpu":
+            self._packed = ops.blocked_linear(_joined(self.weights), _joined(biases) if biases else None)
+        elif len(self.weights) > 1 and len(biases) in (0, len(self.weights)):
+            weight, bias = _as_one(self.weights), _as_one(biases) if biases else None
+            self._whole = None if weight is None or (biases and bias is None) else (weight, bias)
 
     def unpacked(self) -> Sequence[Tensor]:
         """Return the weights' values when they were packed, or nothing if they aren't."""
         return () if self._packed is None else self._packed.weight().split(self._sizes)
 
     def drop(self) -> None:
-        self._packed = None
+        self._packed = self._whole = None
 
 
 def _installed(decoder: Decoder) -> Iterator[Product]:
@@ -240,6 +279,29 @@ def _installed(decoder: Decoder) -> Iterator[Product]:
             product = Product.of(module)
             vars(module)["forward"] = lambda rows_BD, product=product: product(rows_BD)[0]
             yield product
+
+
+def _together(decoder: Decoder) -> list[list[str]]:
+    """Return the names of weights, and of biases, of layers with the same input."""
+    held = decoder.state_dict().keys()
+    joined = {prefix: getattr(module, "joined", ()) for prefix, module in decoder.named_modules()}
+    groups = [
+        [f"{prefix}.{name}.{kind}" for name in names]
+        for prefix, names in joined.items()
+        for kind in ("weight", "bias")
+        if names
+    ]
+    return [names for names in groups if held >= set(names)]
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the parts as one tensor, if they lie behind each other in one storage."""
+    first = parts[0].detach()
+    ends = itertools.accumulate((part.nbytes for part in parts), initial=first.data_ptr())
+    owners = {part.untyped_storage().data_ptr() for part in parts}
+    if len(owners) > 1 or any(part.data_ptr() != end for part, end in zip(parts, ends, strict=False)):
+        return None
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _head_weight(decoder: Decoder) -> Tensor:
