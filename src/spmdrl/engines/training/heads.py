@@ -27,8 +27,10 @@ from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.nouns.roles import Rating
 from spmdrl.resources.mesh import Axis
 
-LOGITS_CHUNK_BYTES = 128 << 20
-"""Size of one float32 [C, V] tensor; up to three of them are alive at a time, with a softcap four."""
+_CHUNK_BYTES_ON_CPU, _CHUNK_BYTES = 128 << 20, 512 << 20
+"""Size of one float32 [C, V] tensor; up to three of them are alive at a time, with a softcap four. On accelerators each
+chunk adds a whole gradient of the head to the one before, which takes longer than the product where chunks are small.
+"""
 NOTHING = -1e4
 """Log-prob of an empty set of tokens: finite, so that differences stay defined."""
 
@@ -100,7 +102,7 @@ class LikeliestHead:
         widest = len(weight_VD) if self.vocabulary is None else self.vocabulary.widest
         ids_PJ = self.places_P.new_empty(len(hidden_PD), self.num_likeliest)
         logprobs_PJ = hidden_PD.new_empty((len(hidden_PD), self.num_likeliest + 1), dtype=torch.float32)
-        for rows in _chunks(len(hidden_PD), widest, LOGITS_CHUNK_BYTES):
+        for rows in _chunks(len(hidden_PD), widest, _chunk_bytes(hidden_PD)):
             logits_CV = _logits(hidden_PD[rows], weight_VD, self.temperature, self.softcap)
             ids_CJ, largest_CJ = self._largest(logits_CV)
             rated = _rate(logits_CV, ids_CJ, self.vocabulary)
@@ -163,7 +165,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     softcap: float | None = None,
     vocabulary: VocabularyPart | None = None,
-    chunk_bytes: int = LOGITS_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Return log p(target) [P] and entropy in nats [P] for p = softmax(hidden @ head.T / temperature), both float32.
 
@@ -179,7 +181,9 @@ def logprobs_and_entropy(
     """
     targets_PJ = targets_P[:, None] if targets_P.ndim == 1 else targets_P
     scales = temperature, softcap
-    rated = _LogprobsAndEntropy.apply(hidden_PD, head_weight_VD, targets_PJ, scales, vocabulary, chunk_bytes)
+    rated = _LogprobsAndEntropy.apply(
+        hidden_PD, head_weight_VD, targets_PJ, scales, vocabulary, chunk_bytes or _chunk_bytes(hidden_PD)
+    )
     return rated[: targets_P.ndim + 1]
 
 
@@ -292,6 +296,10 @@ class _Rated(NamedTuple):
     entropy_C: Tensor
     highest_C: Tensor
     log_sum_C: Tensor
+
+
+def _chunk_bytes(hidden_PD: Tensor) -> int:
+    return _CHUNK_BYTES_ON_CPU if hidden_PD.device.type == "cpu" else _CHUNK_BYTES
 
 
 def _chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> Iterator[slice]:
