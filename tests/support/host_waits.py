@@ -62,7 +62,8 @@ def waits(name: str, args: Any, kwargs: Any, out: Any) -> bool:
         crosses = {target.device.type, source.device.type} > {"cpu"}
         is_asynchronous = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
         on_host = target if target.device.type == "cpu" else source
-        return crosses and not (is_asynchronous and on_host.is_pinned())
+        # Of nothing CUDA pins nothing, and copies nothing.
+        return crosses and on_host.numel() > 0 and not (is_asynchronous and on_host.is_pinned())
     if not any(tensor.device.type != "cpu" for tensor in inputs):
         return False
     # An index of booleans is one of positions that the device has to count first.
