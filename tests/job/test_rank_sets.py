@@ -28,8 +28,30 @@ APART = ["resources.ranks.generation=1", f"train.max_steps={STEPS}"]
 OF_RANKS = ("reshard/", "dock/", "perf/", "update/")
 
 
+TURNS = """
+from spmdrl.engines.environment.episode import End, Observation
+
+class Turns:
+    def open(self, row):
+        return Row(row)
+
+class Row:
+    def __init__(self, row):
+        self.row, self.num_turns = row, 0
+
+    def step(self, turn):
+        self.num_turns += 1
+        return End() if self.num_turns == 3 else Observation(str((self.row.seed + len(turn.response)) % 10))
+
+    def restore(self, turns):
+        self.num_turns = len(turns)
+"""
+
+
 def run(folder: Path, *settings: str, ranks: int = 2, **more: Any) -> list[dict[str, float]]:
-    config = tiny_config(folder.parent)
+    config, turns = tiny_config(folder.parent), folder.parent / "turns.py"
+    turns.write_text(TURNS)
+    settings = tuple(word.replace("TURNS", f"{turns}:Turns") for word in settings)
     job = finished(run_job("train", config, f"run.dir={folder}", *settings, ranks=ranks, **more))
     (folder.parent / "screen").write_text(job.stdout)
     return untimed(metrics_of(folder))
@@ -58,7 +80,10 @@ OPTIONS = {
     ],
     "several steps": ["rollout.partial_max_rounds=3"],
     "merged adapters of replayed experts": [*SPARSE, "train.routing.replay=rollout", "lora={rank: 4, merge: true}"],
-    "exact mode": ["debug.batch_invariant=true"],
+    "exact mode in sessions": [
+        "debug.batch_invariant=true", "environment.function=TURNS", "rollout.stop=[=, +]",
+        "model.make.max_position_embeddings=64", "rollout.max_completion_length=48",
+    ],
 }  # fmt: skip
 
 

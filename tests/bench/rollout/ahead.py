@@ -125,11 +125,12 @@ def _train(arguments: argparse.Namespace, folder: Path, work: str, lag: int) -> 
     share = 1 if lag else arguments.ranks
     workers = max(1, arguments.workers // share)
     own = {"model": {"path": str(folder / "start" / "warm_start")}, "sft": {}, "critic": {}}
+    # A section, as the recipe's own would come behind keys that all runs of steps have.
+    is_slow = work == "reward"
+    own["reward"] = {"functions": [reward if is_slow else "exact"], "workers": workers if is_slow else 1}
     settings = _recipe(arguments, **own, algo={"name": "ppo", "kl_coef": 0.01}) | {
         "environment.function": tool if work == "tool" else "calculator",
         "environment.workers": workers if work == "tool" else 1,
-        "reward.functions": json.dumps([reward if work == "reward" else "exact"]),
-        "reward.workers": workers if work == "reward" else 1,
         "rollout.prompts_per_step": arguments.prompts,
         "train.max_steps": arguments.steps,
         "train.epochs_per_step": arguments.epochs,
