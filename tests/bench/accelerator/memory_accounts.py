@@ -85,5 +85,5 @@ def _phases(run: StageRun) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _requested_bytes(device: Device) -> int:
-    """Bytes of all tensors, without those that the allocator adds to fill its blocks."""
+    """Bytes of all tensors, without what fills the allocator's blocks, where it tells them apart."""
     return device.module.memory_stats().get("requested_bytes.all.current") or device.module.memory_allocated()

@@ -198,7 +198,7 @@ def _subtract_expected(
 
 
 def invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Compute `ops.invert_cdf`; sums have one order, so that deterministic kernels are no others."""
+    """Compute `ops.invert_cdf`; needs no other sums where kernels must be deterministic."""
     tokens_B = torch.empty(len(weights_BV), dtype=torch.int64, device=weights_BV.device)
     if len(weights_BV):
         weights_BV, targets_B = weights_BV.contiguous(), uniforms_B * weights_BV.sum(-1)
