@@ -77,7 +77,7 @@ class AllToAllDispatch:
         here_TC = run_TC % self.columns == self.column
         place_TC = run_TC // self.columns
         travels_TA = _marked(place_TC, here_TC, axis.size)
-        trip = _Trip.agreed(place_TC * num_held + chosen_TC % num_held, here_TC, travels_TA, num_held, axis)
+        trip = self.agree(place_TC * num_held + chosen_TC % num_held, here_TC, travels_TA, num_held)
 
         rank_TA = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TA)
         sent = RowCopies.by_key(rank_TA, travels_TA, sum(trip.send_counts))
@@ -95,6 +95,20 @@ class AllToAllDispatch:
         back_MD = exchange_rows(pairs.add_up(outputs_PD, weights_P), trip.receive_counts, trip.send_counts, axis)
         return sent.add_up(back_MD)
 
+    def agree(self, expert_TC: Tensor, here_TC: Tensor, travels_TA: Tensor, num_held: int) -> Trip:
+        """Exchange the counts. Collective over the axis; waits for the device once.
+
+        `expert_TC` numbers the column's experts; only choices marked by `here_TC` count.
+        """
+        axis, chosen = self.axis, expert_TC.flatten()
+        pairs_AE = chosen.new_zeros(axis.size * num_held)
+        pairs_AE.scatter_add_(0, chosen, here_TC.flatten().to(chosen.dtype))
+        send_A = travels_TA.sum(0)
+        received = exchange_counts(torch.cat((send_A[:, None], pairs_AE.view(axis.size, num_held)), dim=1), axis)
+        counts_E = received[:, 1:].sum(0)
+        *rows, num_pairs = torch.cat((send_A, received[:, 0], counts_E.sum(0, keepdim=True))).tolist()
+        return Trip(rows[: axis.size], rows[axis.size :], num_pairs, counts_E)
+
 
 def _marked(place_TC: Tensor, here_TC: Tensor, num_places: int) -> Tensor:
     """Return True for each place that any counted choice [T, C] refers to [T, A]."""
@@ -103,7 +117,7 @@ def _marked(place_TC: Tensor, here_TC: Tensor, num_places: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Trip:
+class Trip:
     """Row counts of one exchange, agreed on by the ranks of the axis."""
 
     send_counts: list[int]
@@ -114,21 +128,6 @@ class _Trip:
     """Number of (row, expert) pairs that this rank's experts compute."""
     counts_E: Tensor
     """Number of pairs per held expert; on the device."""
-
-    @classmethod
-    def agreed(cls, expert_TC: Tensor, here_TC: Tensor, travels_TA: Tensor, num_held: int, axis: Axis) -> _Trip:
-        """Exchange the counts. Collective over the axis; waits for the device once.
-
-        `expert_TC` numbers the column's experts; only choices marked by `here_TC` count.
-        """
-        chosen = expert_TC.flatten()
-        pairs_AE = chosen.new_zeros(axis.size * num_held)
-        pairs_AE.scatter_add_(0, chosen, here_TC.flatten().to(chosen.dtype))
-        send_A = travels_TA.sum(0)
-        received = exchange_counts(torch.cat((send_A[:, None], pairs_AE.view(axis.size, num_held)), dim=1), axis)
-        counts_E = received[:, 1:].sum(0)
-        *rows, num_pairs = torch.cat((send_A, received[:, 0], counts_E.sum(0, keepdim=True))).tolist()
-        return cls(rows[: axis.size], rows[axis.size :], num_pairs, counts_E)
 
 
 @dataclass(frozen=True)
