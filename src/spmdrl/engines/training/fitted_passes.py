@@ -32,7 +32,7 @@ class FittedPasses:
     ):
         self.limit = MicrobatchLimit(training.tokens_per_microbatch(device.kind))
         """may be shared with other engines"""
-        self._passes = passes
+        self.passes = passes
         self._model = model
         self._mesh = model.mesh
         self._config = model.config
@@ -64,12 +64,12 @@ class FittedPasses:
     def _rated(self, rows: TokenRows, head_of: HeadOf) -> list[Rated]:
         plan = self.plan(rows)
         scope = self.routing_scope(rows) if plan and rows.experts_TLC is not None else None
-        return self._evaluated(self._passes.prepare(rows, plan, scope), head_of) if plan else []
+        return self._evaluated(self.passes.prepare(rows, plan, scope), head_of) if plan else []
 
     def redone(self, attempt: Callable[[], Made]) -> Made:
         """Repeat an attempt with half the tokens per micro-batch if a rank ran out of memory."""
         while True:
-            self._passes.ran_out = ""
+            self.passes.ran_out = ""
             try:
                 return attempt()
             except MemoryRanOut as failure:
@@ -84,13 +84,13 @@ class FittedPasses:
             faultpoint("score")
             found.append((micro.members, ratings))
 
-        self._passes.evaluate(micros, collect, head_of)
+        self.passes.evaluate(micros, collect, head_of)
         self._agree_on_memory()
         return found
 
     def _agree_on_memory(self) -> None:
         """Raise MemoryRanOut on every rank if one ran out and is still in step. Collective over the data axes."""
-        words = self._passes.ran_out
+        words = self.passes.ran_out
         if self._model.forwards_alone and self._mesh.data.max(torch.tensor([bool(words)], dtype=torch.int32)):
             who = f"rank {self._mesh.rank}" if words else "another rank"
             raise MemoryRanOut(f"{who} ran out of memory: {words or 'see its words'}")

@@ -65,7 +65,7 @@ def build_replica(
     ranks = range(world.size) if members is None else members.ranks
     mesh = build_generation_mesh(layout, world.device, len(ranks), world.rank, first=ranks[0])
     if world.rank not in ranks:
-        return Replica(IdleEngine(parameter_shapes(_decoder_of_engine(source))), mesh)
+        return Replica(IdleEngine(parameter_shapes(engine_decoder(source))), mesh)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)
 
@@ -133,10 +133,10 @@ def _native_engine(config: Config, source: ModelSource, world: World, mesh: Gene
     records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
     device, text = world.device.torch_device, text_arguments(config.rollout, source)
-    return NativeEngine(_decoder_of_engine(source), config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
+    return NativeEngine(engine_decoder(source), config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
 
 
-def _decoder_of_engine(source: ModelSource) -> DecoderConfig:
+def engine_decoder(source: ModelSource) -> DecoderConfig:
     """Return the model that a native engine holds: without adapters, where they are merged into its weights."""
     decoder = source.decoder
     return replace(decoder, lora=None) if decoder.lora is not None and decoder.lora.merge else decoder

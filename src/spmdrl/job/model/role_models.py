@@ -41,6 +41,7 @@ from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import CRITIC, POLICY, Role
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.training_config import RoutingConfig
+from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, join_update_mesh
 from spmdrl.resources.world import World
 
@@ -189,14 +190,16 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
     for role, source in sources.items():
         mesh = meshes[layouts[role]]
         if role.engine == "training" and mesh is not None:
-            trainer = _build_trainer(checked, role, source, mesh, world)
+            trainer = build_trainer(checked, role, source, mesh, world.device)
+            trainer.load(source.initial_weights())
             models[role] = RoleModel(role, trainer, source, world, saved_dtype, chat_template)
     return models
 
 
-def _build_trainer(
-    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, world: World
+def build_trainer(
+    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, device: Device
 ) -> TrainingEngine:
+    """Return a role's engine before its weights are loaded. Collective over the mesh."""
     config, critic = checked.config, checked.config.critic
     optim, num_steps, temperature = checked.optim, checked.num_steps, config.rollout.temperature
     training = config.train
@@ -209,19 +212,17 @@ def _build_trainer(
     elif critic is not None and role is POLICY:
         num_steps = max(1, num_steps - critic.warmup_steps)
     routing = config.train.routing if role is POLICY else _routing_beside(config.train.routing, source.decoder)
-    engine = TrainingEngine(
+    return TrainingEngine(
         source.decoder,
         replace(training, max_steps=num_steps, routing=routing),
         optim,
         mesh,
-        world.device,
+        device,
         frozen=not role.is_trained,
         temperature=temperature,
-        compute_dtype=compute_dtype(config.model, world.device.kind),
+        compute_dtype=compute_dtype(config.model, device.kind),
         rating=checked.rating(role),
     )
-    engine.load(source.initial_weights())
-    return engine
 
 
 def _routing_beside(routing: RoutingConfig, decoder: DecoderConfig) -> RoutingConfig:
