@@ -22,7 +22,7 @@ from spmdrl.resources.device import Device
 from spmdrl.runtime.supervision.activity import activity
 
 # Kinds of device on which torch's fused AdamW runs; the others take its loop over tensors.
-FUSED_ADAMW = ("cpu", "cuda")
+FUSED_ADAMW = ("cpu", "cuda", "planned")
 # torch.nn.utils.clip_grad_norm_'s guard against division by zero, kept so that curves can be compared.
 CLIP_EPS = 1e-6
 _LOSS = ""

@@ -36,6 +36,9 @@ _FLASH_LARGEST_HEAD = 256
 _FLASH_HEAD_MULTIPLE = 8
 # torch's grouped matrix product requires the same devices, and bfloat16.
 _GROUPED_CAPABILITY = (8, 0)
+_PLANNED_CAPABILITY = (9, 0)
+KINDS = ("cuda", "planned")
+"""Kinds of device with these operations."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def grouped_linear(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
-    capable = torch.cuda.get_device_capability(rows_MD.device) >= _GROUPED_CAPABILITY
+    capable = _capability(rows_MD.device) >= _GROUPED_CAPABILITY
     if rows_MD.dtype == torch.bfloat16 and capable and plain.grouped_mm_takes(rows_MD, weights_EOD):
         return plain.grouped_mm_linear(rows_MD, weights_EOD, counts_E)
     return plain.grouped_linear(rows_MD, weights_EOD, counts_E)
@@ -60,7 +63,7 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def packed_attention(
     q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PackedRows, window: Window = None, sinks_H: Sinks = None
 ) -> Tensor:
-    if not rows.lengths or not _flash_can(q_THK):
+    if not rows.lengths or not flash_can(q_THK):
         return padded_attention(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
     ends = rows.cumulative(q_THK.device)
     return _flash(q_THK, k_TJK, v_TJU, (ends, ends, rows.longest, rows.longest), window, sinks_H)
@@ -69,7 +72,7 @@ def packed_attention(
 def prefixed_attention(
     q_THK: Tensor, k_TJK: Tensor, v_TJU: Tensor, rows: PrefixedRows, window: Window = None, sinks_H: Sinks = None
 ) -> Tensor:
-    if not _flash_can(q_THK):
+    if not flash_can(q_THK):
         return padded_prefixed_attention(q_THK, k_TJK, v_TJU, rows, window, sinks_H)
     num_first, packed = rows.num_first, rows.packed(q_THK.device)
     q, k, v = (heads[:num_first] for heads in (q_THK, k_TJK, v_TJU))
@@ -226,11 +229,17 @@ exponential_sums, minus_expected = map(_in_triton, ("exponential_sums", "minus_e
 paged_attention = _in_triton("paged_attention")
 
 
-def _flash_can(q_THK: Tensor) -> bool:
+def flash_can(q_THK: Tensor) -> bool:
+    """Return True if flash attention takes these queries."""
     head_size = q_THK.shape[-1]
     return (
         q_THK.dtype in _HALF
         and head_size <= _FLASH_LARGEST_HEAD
         and head_size % _FLASH_HEAD_MULTIPLE == 0
-        and torch.cuda.get_device_capability(q_THK.device) >= _FLASH_CAPABILITY
+        and _capability(q_THK.device) >= _FLASH_CAPABILITY
     )
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    # A device that is only planned for has no driver.
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _PLANNED_CAPABILITY

@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.models.kernels.cuda import Bounds, flash_backward, flash_forward
+from spmdrl.engines.models.kernels.cuda import KINDS, Bounds, flash_backward, flash_can, flash_forward
 from spmdrl.engines.training.context.block_kernels import PaddedBlock, padded_kernel
 from spmdrl.engines.training.context.row_pairs import PaddedGroup, PaddedSide, Places, RowPairs
 
-_LARGEST_HEAD_SIZE = 256
-"""limit of packed flash attention"""
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, K], keys [S, J, K] and values [S, J, U]."""
 
@@ -57,7 +55,7 @@ def attend_rows_backward(by_out_THU: Tensor, inputs: Inputs, whole: tuple[Tensor
 def _widened(inputs: Inputs) -> Inputs:
     """Pad to one head size, as kernels require; zeros change neither scores nor the kept outputs."""
     size = max(x.shape[-1] for x in inputs)
-    if inputs[0].device.type == "cuda":
+    if inputs[0].device.type in KINDS:
         size += -size % 8
     q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in inputs)
     return q, k, v
@@ -117,13 +115,7 @@ def _put(packed: Tensor, block: Tensor, side: PaddedSide) -> None:
 
 def runs_packed_flash(q_THK: Tensor) -> bool:
     """Return True if the kernels support these queries: half precision on NVIDIA compute capability 8 or higher."""
-    return (
-        q_THK.device.type == "cuda"
-        and q_THK.dtype in (torch.bfloat16, torch.float16)
-        and q_THK.shape[-1] % 8 == 0
-        and q_THK.shape[-1] <= _LARGEST_HEAD_SIZE
-        and torch.cuda.get_device_capability(q_THK.device)[0] >= 8
-    )
+    return q_THK.device.type in KINDS and flash_can(q_THK)
 
 
 def _bounds(pairs: RowPairs) -> Bounds:
