@@ -21,7 +21,7 @@ from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.mixers import StateKind
 from spmdrl.job.model.replica import generation_engine_name, groups_at_once
 from spmdrl.job.run.run_folder import num_parameters, num_trained
-from spmdrl.job.start.checked_run import CheckedRun
+from spmdrl.job.start.checked_run import TRAINED, CheckedRun
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.roles import POLICY, Role
@@ -43,7 +43,7 @@ def rank_bytes(
     """
     config, policy = checked.config, decoders[POLICY]
     computed, held = compute_dtype(config.model, device_kind).itemsize, dict[str, int]()
-    for role, decoder in decoders.items() if checked.train_rows else ():
+    for role, decoder in decoders.items() if checked.verb in TRAINED else ():
         table = parameter_table(decoder)
         if role.engine == "generation":
             cuts = [generation_slices(table, checked.judge_layout, rank) for rank in range(launch.world_size)]
@@ -112,7 +112,7 @@ def _cache_blocks(
     num_held_out = sum(len(part.rows) for part in checked.eval_rows)
     num_held_out = min(num_held_out, config.eval.max_rows or num_held_out)
     batches = [(-(-num_held_out // num_replicas), config.eval.num_samples)] if num_held_out else []
-    if checked.offline is None and checked.train_rows:
+    if checked.offline is None and checked.verb in TRAINED:
         num_prompts = rollout.prompts_per_step + rollout.extra_prompts
         batches.append((most_groups_each(num_prompts, num_replicas), rollout.num_generations))
     plans = [
