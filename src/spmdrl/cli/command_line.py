@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from spmdrl import __version__
 from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
-from spmdrl.cli.flags import MEMORY, take_numbers, take_verb
+from spmdrl.cli.flags import MEMORY, take_numbers, take_texts, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
 from spmdrl.cli.verb_mains import configured_main, own_main
 from spmdrl.config.reader import ConfigError, start_up
@@ -37,6 +38,7 @@ VERBS = {
     "generate": "answers of a model to prompts",
     "replay": "rows of a step again in one process, beside what the run recorded of them",
     "check": "whether a verb would start with a config, fits, and reads its data as meant; trains nothing",
+    "plan": "memory of a run on any number of devices, by rank and owner; needs neither the devices nor the data",
     "launch": "start a run under Slurm or msrun, or print the script that would",
     "explain": "the equations of an algorithm, its defaults, and where other trainers differ",
     "doctor": "check what the devices of this machine must do for a job",
@@ -55,6 +57,7 @@ examples:
   torchrun --standalone --nproc-per-node 8 -m spmdrl train run.yaml          8 ranks on one node
   python -m spmdrl train run.yaml optim.lr=1e-6 --rollout.temperature 0.8    with overrides
   python -m spmdrl check run.yaml --reward                                   is this config right, and its reward?
+  python -m spmdrl plan run.yaml --ranks 64 --nodes 8 --device h100          does it fit, and in which part of a step?
   python -m spmdrl launch slurm run.yaml --nodes 4 --ranks-per-node 8        submit it to Slurm
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
   python -m spmdrl generate model.path=runs/a prompt='12+30='
@@ -152,8 +155,13 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
 
 
 def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironment) -> int:
-    question, arguments = take_question(arguments) if verb == "check" else ({"verb": verb}, arguments)
-    prompts, arguments = take_prompts(arguments) if question["verb"] == "generate" else ([], arguments)
+    question: dict[str, Any] = {"verb": verb}
+    if verb == "train" and "--dry-run" in arguments:
+        verb = "dry-run"
+    if verb in ("check", "plan", "dry-run"):
+        question, arguments = (take_question if verb == "check" else take_plan)(arguments)
+    config_verb = question.get("verb", "train")
+    prompts, arguments = take_prompts(arguments) if config_verb == "generate" else ([], arguments)
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
         raise ConfigError(
@@ -165,7 +173,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         from spmdrl.config.config import load_config
 
         with start_up():
-            loaded = load_config(files, overrides, question["verb"])
+            loaded = load_config(files, overrides, config_verb)
         if launch.rank == 0:
             # generate's stdout is JSON lines.
             stream = sys.stderr if verb == "generate" else None
@@ -199,6 +207,26 @@ def take_question(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if question["is_linted"] and verb not in ("train", "eval"):
         raise ConfigError(f"--reward looks at the rewards of train and eval, not at {verb}; leave it out")
     return question, [word for word in rest if word not in ("--reward", "--all")]
+
+
+def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split the arguments of `plan`'s main from the config's."""
+    is_dry_run = "--dry-run" in arguments
+    planned, rest = take_ranks([word for word in arguments if word != "--dry-run"])
+    numbers, rest = take_numbers(rest, ("--prompt-length", "--response-length"))
+    texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *(["--rank"] if is_dry_run else [])))
+    rank = texts.get("--rank", "0")
+    if not rank.isdecimal():
+        raise ConfigError(f"--rank is {rank!r}, but must be a rank, as in --rank 0")
+    return {
+        **({"rank": int(rank)} if is_dry_run else {}),
+        "planned": planned,
+        "device": texts.get("--device", "h100"),
+        "prompt_length": numbers.get("--prompt-length"),
+        "response_length": numbers.get("--response-length"),
+        "sizes": Path(texts["--sizes"]) if "--sizes" in texts else None,
+        "json_file": Path(texts["--json"]) if "--json" in texts else None,
+    }, rest
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

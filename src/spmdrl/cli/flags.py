@@ -34,3 +34,20 @@ def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict
             raise ConfigError(f"{flag} is {text!r}, but must be a whole number, as in {flag} {example}")
         numbers[flag] = int(text)
     return numbers, others
+
+
+def take_texts(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Split flags and their texts from the other arguments; the last one of each wins."""
+    texts: dict[str, str] = {}
+    others: list[str] = []
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        flag, equals, text = argument.partition("=")
+        if flag not in flags:
+            others.append(argument)
+            continue
+        texts[flag] = text if equals else (rest.popleft() if rest else "")
+        if not texts[flag]:
+            raise ConfigError(f"{flag} has no value; write {flag} VALUE")
+    return texts, others

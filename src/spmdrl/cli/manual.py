@@ -89,6 +89,22 @@ examples:
   python -m spmdrl check run.yaml --reward
   python -m spmdrl check sft run.yaml --ranks 16 --nodes 2 --device-memory 80GiB
 """,
+    "plan": f"""usage: spmdrl plan {_CONFIGURED} [--ranks N] [--nodes N] [--device NAME|FILE]
+           [--prompt-length N] [--response-length N] [--sizes FOLDER] [--json FILE]
+       spmdrl train {_CONFIGURED} --dry-run [--rank R] [the same]
+
+Prints, for `train` on N ranks, the memory of one rank of each kind by worker state and owner, and whether it fits a
+device: h100 (the default), h200, 910b, or a YAML file such as `{{memory_gib: 79.6, kernels: cuda}}`. No devices, data
+or weights need be here: the models are built as on such a rank, of tensors without values, and run the states of
+a step on rows of the given lengths (by default the longest that the config allows). --sizes takes the config.json of a
+folder in place of model.path. Ends with 1 if it doesn't fit. docs/planning.md has what is planned, and how exactly.
+
+--dry-run does so for one rank with all micro-batches of a step, and adds the bytes that it sends, beside the plan.
+
+examples:
+  python -m spmdrl plan run.yaml --ranks 16 --nodes 2 --device h100
+  python -m spmdrl train run.yaml --dry-run --ranks 16 --nodes 2 --rank 15
+""",
     "launch": f"""usage: spmdrl launch slurm|msrun [VERB] {_CONFIGURED} --ranks-per-node N
            [--nodes N] [--sbatch=OPTION ...] [--dry-run]
 

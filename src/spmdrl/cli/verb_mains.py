@@ -46,6 +46,11 @@ def configured_main(verb: str, prompts: Sequence[str], question: dict[str, Any])
         from spmdrl.verbs.generate import main as generate
 
         return partial(generate, prompts=prompts)
+    if verb in ("plan", "dry-run"):
+        from spmdrl.verbs.plan import dry_run
+        from spmdrl.verbs.plan import main as plan
+
+        return partial(plan if verb == "plan" else dry_run, **question)
     from spmdrl.verbs.check import main as check
 
     return partial(check, prompts=prompts, **question)

@@ -1,0 +1,223 @@
+"""Account of a planned device: bytes that live there by owner, work by operator, and messages by process group."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from spmdrl.plan.planned_device import NAME
+
+# CUDA's and NPU's allocators hand out multiples of this.
+_BLOCK_BYTES = 512
+ACTIVATIONS, GRADIENTS, GATHERED, ROWS = "activations", "gradients", "gathered", "rows"
+TRANSIENT = frozenset({ACTIVATIONS, GRADIENTS, GATHERED, ROWS})
+"""Owners that hold bytes within a worker state only."""
+# FSDP2's copies of whole weights before a layer runs, and of whole gradients after it.
+_GATHERING = "fsdp::"
+
+
+@dataclass
+class Work:
+    """Work of operators on the device."""
+
+    flops: int = 0
+    """multiplications and additions of matrix products and attention"""
+    num_bytes: int = 0
+    """bytes that operators read and write, each once"""
+    launches: int = 0
+    """operators that compute"""
+
+    def minus(self, other: Work) -> Work:
+        return Work(self.flops - other.flops, self.num_bytes - other.num_bytes, self.launches - other.launches)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective or transfer of this rank."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    """ranks of its process group"""
+    num_bytes: int
+    """bytes that this rank sends, by the usual ring algorithms"""
+
+
+@dataclass
+class Span:
+    """Something that ran on the device."""
+
+    peak_bytes: int = 0
+    """largest number of bytes held at one moment, beyond those of the owners that `Account.own` names"""
+    owners: Counter[str] = field(default_factory=Counter)
+    """those bytes at that moment, by owner"""
+    work: Work = field(default_factory=Work)
+    messages: list[Message] = field(default_factory=list)
+
+
+class Account:
+    """`Meter` of one rank's device."""
+
+    def __init__(self) -> None:
+        self.work = Work()
+        self.messages: list[Message] = []
+        self._owner = ""
+        self._events: list[tuple[int, int]] = []
+        """(storage, change of its bytes), in order"""
+        self._owner_of: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}
+        """number of each living storage, by its address"""
+        self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def held(self) -> Counter[str]:
+        """Bytes that live now, by owner."""
+        held: Counter[str] = Counter()
+        for number, size in self._sizes.items():
+            held[self._owner_of[number]] += size
+        return +held
+
+    @contextlib.contextmanager
+    def own(self, owner: str) -> Iterator[None]:
+        """Attribute allocations of the block to an owner."""
+        before, self._owner = self._owner, owner
+        try:
+            yield
+        finally:
+            self._owner = before
+
+    def attribute(self, tensors: Iterable[Tensor], owner: str) -> None:
+        """Attribute living tensors, from their allocation on."""
+        for tensor in tensors:
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self._owner_of[number] = owner
+
+    @contextlib.contextmanager
+    def span(self, keep: Callable[[str], bool]) -> Iterator[Span]:
+        """Yield what runs in the block, filled in at its end; owners that `keep` names aren't among its bytes."""
+        span, first, before, sent = Span(), len(self._events), Work(**vars(self.work)), len(self.messages)
+        held = dict(self._sizes)
+        yield span
+        span.work, span.messages = self.work.minus(before), self.messages[sent:]
+        sizes: Counter[str] = Counter()
+        for number, size in held.items():
+            sizes[self._owner_of[number]] += size
+        total = sum(size for owner, size in sizes.items() if not keep(owner))
+        span.peak_bytes, span.owners = total, sizes.copy()
+        for number, change in self._events[first:]:
+            owner = self._owner_of[number]
+            sizes[owner] += change
+            if not keep(owner):
+                total += change
+                if total > span.peak_bytes:
+                    span.peak_bytes, span.owners = total, sizes.copy()
+        span.owners = Counter({owner: size for owner, size in span.owners.items() if size and not keep(owner)})
+
+    def ran(self, operator: Any, args: Any, result: Any) -> None:
+        """Take note of an operator: its new storages, its work, and its message if it is a collective."""
+        results = [one for one in tree_leaves(result) if isinstance(one, FakeTensor) and one.device.type == NAME]
+        inputs = [one for one in tree_leaves(args) if isinstance(one, FakeTensor)]
+        name = operator._schema.name
+        owner = ROWS if name == "aten::_to_copy" and not isinstance(args[0], FakeTensor) else ACTIVATIONS
+        new = [self._see(one.untyped_storage(), owner) for one in results]
+        if name.startswith(_GATHERING):
+            self._gathered([one for one in tree_leaves((args, result)) if isinstance(one, FakeTensor)])
+        if operator.namespace == "c10d":
+            self._note_message(operator, args)
+            return
+        writes = operator._schema.is_mutable
+        if operator.is_view or not (any(new) or writes or not results) or name.startswith(_WITHOUT_WORK):
+            return
+        self.work.launches += 1
+        self.work.num_bytes += sum(one.nbytes for one in (*inputs, *results))
+        if (count := _FLOPS.get(name)) is not None:
+            self.work.flops += round(count(args, results[0]))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        self._see(storage, GATHERED)
+
+    def _see(self, storage: torch.UntypedStorage, owner: str) -> bool:
+        """Enter a storage's size; returns True for a new one."""
+        address, size = storage._cdata, -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        number = self._numbers.get(address)
+        is_new = number is None
+        if number is None:
+            number = self._numbers[address] = len(self._owner_of)
+            self._owner_of[number] = self._owner or owner
+            self._sizes[number] = 0
+            self._watched[number] = weakref.ref(storage, lambda _: self._freed(address, number))
+        if size != self._sizes[number]:
+            self._events.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+        return is_new
+
+    def _gathered(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None and self._owner_of[number] == ACTIVATIONS:
+                self._owner_of[number] = GATHERED
+
+    def _freed(self, address: int, number: int) -> None:
+        self._events.append((number, -self._sizes.pop(number)))
+        del self._numbers[address], self._watched[number]
+
+    def _note_message(self, operator: Any, args: Any) -> None:
+        given = {one.name: value for one, value in zip(operator._schema.arguments, args, strict=False)}
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        kind = operator._schema.name.partition("::")[2]
+        if num_bytes := round(_SENT_BYTES[kind](given, group)):
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.messages.append(Message(kind, ranks, num_bytes))
+
+
+def _of_product(args: Any, out: Tensor) -> float:
+    """Return the flops of a matrix product, the last two tensors' among the arguments, with or without groups."""
+    factor = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()][-1]
+    return 2.0 * out.numel() * factor.shape[-2]
+
+
+def _of_attention(query_THK: Tensor, longest_query: int, longest_key: int) -> float:
+    """Return the flops of packed causal attention if all rows are as long as the longest."""
+    return 4.0 * query_THK.numel() * (longest_key - longest_query / 2)
+
+
+_FLOPS: dict[str, Callable[[Any, Tensor], float]] = {
+    **dict.fromkeys(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::_grouped_mm"), _of_product),
+    "aten::_flash_attention_forward": lambda args, out: _of_attention(args[0], *args[5:7]),
+    # Gradients of three inputs and the scores again: five products instead of two.
+    "aten::_flash_attention_backward": lambda args, out: 2.5 * _of_attention(args[1], *args[8:10]),
+}
+# Allocation without a kernel.
+_WITHOUT_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
+
+
+def _size(value: Any) -> int:
+    return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, Tensor))
+
+
+def _others(group: dist.ProcessGroup) -> float:
+    """Return the share of a whole that isn't a rank's own."""
+    return (group.size() - 1) / group.size()
+
+
+_SENT_BYTES: dict[str, Callable[[dict[str, Any], dist.ProcessGroup], float]] = {
+    "allreduce_": lambda given, group: 2 * _others(group) * _size(given["tensors"]),
+    "allgather_": lambda given, group: (group.size() - 1) * _size(given["input_tensors"]),
+    "_allgather_base_": lambda given, group: (group.size() - 1) * _size(given["input_tensor"]),
+    "_reduce_scatter_base_": lambda given, group: _others(group) * _size(given["input_tensor"]),
+    "alltoall_base_": lambda given, group: _others(group) * _size(given["input"]),
+    "broadcast_": lambda given, group: _others(group) * _size(given["tensors"]),
+    "send": lambda given, group: _size(given["tensors"]),
+    "recv_": lambda given, group: 0,
+}

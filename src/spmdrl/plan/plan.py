@@ -1,0 +1,232 @@
+"""The plan of a run: memory of its ranks, and whether they fit a device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+
+from spmdrl.config.reader import ConfigError
+from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.start.checked_run import CheckedRun
+from spmdrl.nouns.roles import POLICY, Role
+from spmdrl.observability.terminal.units import bytes_text
+from spmdrl.plan.account import Span
+from spmdrl.plan.planned_kernels import take_kernels_of
+from spmdrl.plan.rank_plan import (
+    GenerationTrace,
+    RankPlan,
+    lent_bytes,
+    rank_classes,
+    slots_of,
+    swaps,
+    trace_generating,
+    trace_rank,
+)
+from spmdrl.plan.traced_rank import RankTrace, RowLengths
+from spmdrl.runtime.launch import LaunchEnvironment
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+_DEVICES = Path(__file__).with_name("devices.yaml")
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A kind of device."""
+
+    name: str
+    memory_gib: float
+    """memory that programs see"""
+    kernels: str
+    """row of the table of operations whose kernels it runs: cuda, or cpu for the plain ones"""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+
+def read_profile(name: str) -> DeviceProfile:
+    """Return the profile of a known device, or of a YAML file. Raises ConfigError."""
+    path = Path(name)
+    profiles = yaml.safe_load(_DEVICES.read_text())
+    if name not in profiles and not path.is_file():
+        raise ConfigError(f"--device is {name!r}, but must be one of {', '.join(profiles)}, or a YAML file")
+    values = profiles[name] if name in profiles else yaml.safe_load(path.read_text())
+    try:
+        return DeviceProfile(path.stem, **values)
+    except TypeError as error:
+        raise ConfigError(f"--device {name}: {error}; {_DEVICES.name} of the package shows the form") from error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run on so many ranks."""
+
+    device: DeviceProfile
+    lengths: RowLengths
+    num_ranks: int
+    ranks: list[RankPlan]
+    """one rank of each kind, the fullest first"""
+    seconds: float
+    """time that planning took"""
+
+    @property
+    def fits(self) -> bool:
+        refused = any(slot.refusal for one in self.ranks for slot in one.slots)
+        return not refused and self.ranks[0].fullest.peak_bytes <= self.device.memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "fits": self.fits,
+            "device": self.device.name,
+            "device_bytes": self.device.memory_bytes,
+            "ranks": [
+                {
+                    "rank": one.rank,
+                    "alike": list(one.alike),
+                    "owners": dict(one.fullest.owners),
+                    "peak_bytes": one.fullest.peak_bytes,
+                    "slots": {slot.name: dict(slot.owners) for slot in one.slots},
+                }
+                for one in self.ranks
+            ],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan as text."""
+        fullest, room = self.ranks[0].fullest, self.device.memory_bytes
+        verdict = "fits" if self.fits else "does not fit"
+        yield (
+            f"{verdict}: {bytes_text(fullest.peak_bytes)} of {bytes_text(room)} on {self.device.name}, in the "
+            f"{fullest.name} of rank {self.ranks[0].rank}; {self.num_ranks} ranks, rows of {self.lengths.prompt} + "
+            f"{self.lengths.response} tokens"
+        )
+        for one in self.ranks:
+            others = f", as {len(one.alike) - 1} others" if len(one.alike) > 1 else ""
+            yield f"rank {one.rank}{others}:"
+            for slot in one.slots:
+                owners = sorted(slot.owners.items(), key=lambda item: -item[1])
+                parts = ", ".join(f"{owner.replace('_', ' ')} {bytes_text(size)}" for owner, size in owners if size)
+                yield f"    {slot.name:14}{bytes_text(slot.peak_bytes):>9}  {parts}"
+                if slot.refusal:
+                    yield f"        REFUSED: {slot.refusal}"
+        yield f"planned in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to plan."""
+
+    checked: CheckedRun
+    sources: Mapping[Role, ModelSource]
+    launch: LaunchEnvironment
+    device: DeviceProfile
+    lengths: RowLengths
+
+    def of_rank(self, rank: int) -> LaunchEnvironment:
+        """Return the launch environment of a rank."""
+        return replace(self.launch, rank=rank, local_rank=rank % self.launch.local_world_size)
+
+
+def plan_run(run: PlannedRun) -> Plan:
+    """Plan one rank of each kind."""
+    return _planned(run, rank_classes(run.checked, run.sources, run.launch.world_size), is_whole=False)
+
+
+def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -> Plan:
+    """Plan the first rank of each class."""
+    started = time.perf_counter()
+    checked, total_bytes = run.checked, run.device.memory_bytes
+    take_kernels_of(run.device.kernels)
+    _, generating = checked.sets_of(run.launch.world_size)
+
+    def trace(alike: list[int]) -> RankTrace:
+        return trace_rank(checked, run.sources, run.of_rank(alike[0]), run.lengths, is_whole=is_whole)
+
+    def generate(kept_bytes: int) -> GenerationTrace | None:
+        source, first = run.sources[POLICY], run.of_rank(generating[0])
+        return trace_generating(
+            checked, source, first, run.lengths, total_bytes=total_bytes, kept_bytes=kept_bytes
+        )  # fmt: skip
+
+    traces = each_in_a_child(trace, classes)
+    is_swapped = swaps(checked, run.sources, run.launch, total_bytes)
+    # The cache is as large as on the rank with the least room.
+    kept = [sum(one.held.values()) for one, alike in zip(traces, classes, strict=True) if alike[0] in generating]
+    (generation,) = each_in_a_child(generate, [0 if is_swapped else max(kept, default=0)])
+    ranks = []
+    for traced, alike in zip(traces, classes, strict=True):
+        own = generation if alike[0] in generating else None
+        lent = 0 if own is None else lent_bytes(checked, run.sources[POLICY], run.of_rank(alike[0]))
+        slots = list(slots_of(checked, traced, own, is_swapped=is_swapped, num_lent=lent))
+        ranks.append(RankPlan(alike[0], sorted(alike), slots))
+    ranks.sort(key=lambda one: -one.fullest.peak_bytes)
+    return Plan(run.device, run.lengths, run.launch.world_size, ranks, time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A step of one rank, run whole without memory, beside its plan."""
+
+    plan: Plan
+    whole: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        messages = {slot.name: _sums(slot.span) for slot in self.whole.ranks[0].slots}
+        return {**self.whole.to_json(), "planned": self.plan.to_json()["ranks"], "messages": messages}
+
+    def lines(self) -> Iterator[str]:
+        """Yield peaks beside the plan's, and messages by operation and number of ranks."""
+        planned = {slot.name: slot for slot in self.plan.ranks[0].slots}
+        yield from self.whole.lines()
+        for slot in self.whole.ranks[0].slots:
+            passes = f", {slot.num_passes} micro-batches, {planned[slot.name].num_traced} of them in the plan"
+            text = f"{slot.name}: {bytes_text(slot.peak_bytes)}, planned {bytes_text(planned[slot.name].peak_bytes)}"
+            yield text + (passes if slot.num_passes else "")
+            for name, sent in _sums(slot.span).items():
+                yield f"    sends {bytes_text(sent['bytes'])} in {sent['messages']} x {name}"
+
+
+def dry_run_rank(run: PlannedRun, rank: int) -> DryRun:
+    """Run the states of one rank with all of their micro-batches, and plan it."""
+    return DryRun(_planned(run, [[rank]], is_whole=False), _planned(run, [[rank]], is_whole=True))
+
+
+def _sums(span: Span | None) -> dict[str, dict[str, int]]:
+    """Return the number and bytes of messages, by operation and ranks."""
+    sums: dict[str, dict[str, int]] = {}
+    for message in [] if span is None else span.messages:
+        of = sums.setdefault(f"{message.operation} of {len(message.ranks)} ranks", {"messages": 0, "bytes": 0})
+        of["messages"] += 1
+        of["bytes"] += message.num_bytes
+    return sums
+
+
+_work: Callable[[Any], Any]
+
+
+def each_in_a_child(work: Callable[[Given], Made], tasks: Sequence[Given]) -> list[Made]:
+    """Return the results of tasks, each in a process of its own.
+
+    PyTorch keeps the groups of a job in caches for the life of a process, which can be one rank only.
+    """
+    global _work
+    _work = work
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    # Forked, as nothing that isn't picklable need be passed.
+    with multiprocessing.get_context("fork").Pool(min(len(tasks), num_cores), maxtasksperchild=1) as pool:
+        return pool.map(_do, tasks, chunksize=1)
+
+
+def _do(task: Any) -> Any:
+    torch.set_num_threads(1)
+    return _work(task)

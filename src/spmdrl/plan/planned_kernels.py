@@ -1,0 +1,112 @@
+"""Rows of the operation table for a planned device: the kernels that a GPU would run, by their shapes.
+
+PyTorch's own kernels have rules of shapes. Those in Triton have none, so others that allocate, read and write as many
+bytes stand for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.parallel.expert_parallel import AllToAllDispatch, Trip
+from spmdrl.plan.planned_device import NAME
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return heads.neg()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.neg(), None, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return gradient * up, gradient * gate
+
+
+def _exponential_sums(logits_CV: Tensor, highest_C: Tensor) -> tuple[Tensor, Tensor]:
+    logits_CV.sub_(highest_C[:, None])
+    return torch.empty_like(highest_C), torch.empty_like(highest_C)
+
+
+def _minus_expected(above_CV: Tensor, *_: Any) -> Tensor:
+    return above_CV.neg_()
+
+
+def _invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    return weights_BV.argmax(-1)
+
+
+def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+    return q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1])
+
+
+def _evenly(grouped_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the product of groups that have equally many rows each, as some kernels read their sizes."""
+
+    def call(rows_MD: Tensor, weights_EOD: Tensor, counts_E: Tensor) -> Tensor:
+        sizes = torch.tensor(_even_counts(len(rows_MD), len(weights_EOD)), device=counts_E.device)
+        return grouped_linear(rows_MD, weights_EOD, sizes)
+
+    return call
+
+
+def _even_counts(total: int, num_parts: int) -> list[int]:
+    return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
+
+
+def _even_trip(
+    dispatch: AllToAllDispatch, expert_TC: Tensor, here_TC: Tensor, travels_TA: Tensor, num_held: int
+) -> Trip:
+    """Return the counts if tokens choose among all experts evenly and independently."""
+    size, (num_tokens, num_chosen) = dispatch.axis.size, expert_TC.shape
+    num_experts = size * dispatch.columns * num_held
+    # Experts here that a token's choices all miss, one after another.
+    missed = math.prod((num_experts - num_held - place) / (num_experts - place) for place in range(num_chosen))
+    sent = [round(num_tokens * (1 - missed))] * size
+    num_pairs = num_tokens * num_chosen // dispatch.columns
+    counts_E = torch.tensor(_even_counts(num_pairs, num_held), device=expert_TC.device)
+    return Trip(sent, sent, num_pairs, counts_E)
+
+
+_IN_TRITON: dict[str, Callable[..., Any]] = {
+    "rotate": _Rotated.apply,
+    "swiglu": _Gated.apply,
+    "exponential_sums": _exponential_sums,
+    "minus_expected": _minus_expected,
+    "invert_cdf": _invert_cdf,
+    "paged_attention": _paged_attention,
+}
+
+
+def take_kernels_of(kind: str) -> None:
+    """Let the planned device run the operations of a kind of device, or the plain ones where it has none."""
+    for name, row in ops.TABLE.items():
+        row[NAME] = row[kind] if kind in row else getattr(plain, name)
+        if kind == "cuda" and name in _IN_TRITON:
+            row[NAME] = _IN_TRITON[name]
+    route_evenly()
+
+
+def route_evenly() -> None:
+    """Let the planned device's experts get equally many tokens, whose choices have no values there."""
+    row = ops.TABLE["grouped_linear"]
+    row[NAME] = _evenly(row[NAME])
+    AllToAllDispatch.agree = _even_trip  # type: ignore[method-assign,assignment]

@@ -1,0 +1,187 @@
+"""Memory of ranks by worker state and owner: traced bytes, and those of the models that a state needs present."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.dataflow.resharding.planning.plan import lendable
+from spmdrl.dataflow.resharding.planning.slice_layouts import (
+    fitted_stride,
+    generation_slices,
+    parameter_table,
+    update_slices,
+)
+from spmdrl.engines.models.hf.model_folder import compute_dtype
+from spmdrl.engines.training.assignment import layer_spans, stage_ranks
+from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.model.replica import generation_engine_name
+from spmdrl.job.start.checked_run import CheckedRun
+from spmdrl.job.start.estimates import rank_bytes
+from spmdrl.nouns.roles import POLICY, Role
+from spmdrl.plan.account import ROWS, Account, Span
+from spmdrl.plan.planned_device import NAME, alone_in, planned_device
+from spmdrl.plan.traced_rank import NoRoom, RankTrace, RowLengths, TracedRank, trace_generation
+from spmdrl.runtime.launch import LaunchEnvironment
+
+SWITCH = "switch"
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Memory of one part of a step on one rank."""
+
+    name: str
+    """worker state, or the switch to generation"""
+    owners: Mapping[str, int]
+    """bytes by owner, at the moment when together they are most"""
+    span: Span | None = None
+    num_passes: int = 0
+    """micro-batches"""
+    num_traced: int = 0
+    """micro-batches that `span` has"""
+    refusal: str = ""
+    """reason why a run would stop here"""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.owners.values())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Memory of one rank, and of the ranks that are like it."""
+
+    rank: int
+    alike: Sequence[int]
+    """ranks with the same part of the models, this one among them"""
+    slots: Sequence[SlotPlan]
+
+    @property
+    def fullest(self) -> SlotPlan:
+        """Part of a step with most bytes."""
+        return max(self.slots, key=lambda slot: slot.peak_bytes)
+
+
+def rank_classes(checked: CheckedRun, sources: Mapping[Role, ModelSource], num_ranks: int) -> list[list[int]]:
+    """Return ranks by the layers that they train and by whether they generate, the one with most elements first."""
+    training, generating = checked.sets_of(num_ranks)
+    table = parameter_table(sources[POLICY].decoder)
+    layout = checked.layout
+    spans = layer_spans(table.num_layers, layout.pipeline * layout.pipeline_chunks)
+    mixers, moe = sources[POLICY].decoder.mixers, sources[POLICY].decoder.moe
+    classes: dict[tuple[object, ...], list[int]] = {}
+    for rank in range(num_ranks):
+        key: tuple[object, ...] = (rank in generating,)
+        if rank in training:
+            pipeline = rank // (layout.num_ranks // layout.pipeline)
+            held = [span for span, holder in zip(spans, stage_ranks(layout), strict=True) if holder == pipeline]
+            layers = [layer for span in held for layer in range(span.first, span.stop)]
+            kinds = Counter((mixers[layer], moe is None or layer in moe.dense_layers) for layer in layers)
+            key += (*sorted(map(str, kinds.items())), *((span.embeds, span.heads) for span in held))
+        classes.setdefault(key, []).append(rank)
+
+    def num_elements(rank: int) -> int:
+        return sum(box.num_elements for box in update_slices(table, layout, rank)) if rank in training else 0
+
+    return [sorted(ranks, key=lambda rank: (-num_elements(rank), rank)) for ranks in classes.values()]
+
+
+def swaps(
+    checked: CheckedRun, sources: Mapping[Role, ModelSource], launch: LaunchEnvironment, total_bytes: int
+) -> bool:  # fmt: skip
+    """Return True if the training state leaves devices of this size for generation; as `swap_choice` decides."""
+    mode, rollout = checked.config.reshard.swap, checked.config.rollout
+    if mode != "auto" or checked.config.resources.ranks.generation:
+        return mode == "always" and not checked.config.resources.ranks.generation
+    owners = rank_bytes(checked, {role: source.decoder for role, source in sources.items()}, launch, NAME)
+    generation = sum(owners.pop(owner, 0) for owner in ("generation_weights", "kv_cache"))
+    gradients = owners.pop("gradients", 0)
+    needed = sum(owners.values()) + max(gradients, generation + checked.config.reshard.bucket_bytes)
+    return needed > rollout.gpu_memory_utilization * total_bytes
+
+
+def trace_rank(
+    checked: CheckedRun, sources: Mapping[Role, ModelSource], launch: LaunchEnvironment, lengths: RowLengths, *,
+    is_whole: bool = False,
+) -> RankTrace:  # fmt: skip
+    """Trace the states of one rank that score or train.
+
+    Of many micro-batches only the first ones are traced, unless the trace `is_whole`.
+    """
+    account = Account()
+    with alone_in(launch) as world, planned_device(account):
+        return TracedRank(checked, sources, world, account, is_whole=is_whole).trace(lengths)
+
+
+@dataclass(frozen=True)
+class GenerationTrace:
+    """Trace of a rank that generates."""
+
+    held: Mapping[str, int]
+    """bytes by owner"""
+    span: Span
+    refusal: str = ""
+
+
+def trace_generating(
+    checked: CheckedRun, source: ModelSource, launch: LaunchEnvironment, lengths: RowLengths, *, total_bytes: int,
+    kept_bytes: int,
+) -> GenerationTrace | None:  # fmt: skip
+    """Trace the generation of one rank, beside `kept_bytes` on its device; None without the native engine."""
+    if generation_engine_name(checked.config.rollout, NAME) != "native":
+        return None
+    account = Account()
+    with alone_in(launch) as world, planned_device(account):
+        try:
+            held, span = trace_generation(
+                checked, source, world, account, lengths, total_bytes=total_bytes, kept_bytes=kept_bytes
+            )
+        except NoRoom as error:
+            return GenerationTrace(account.held, Span(), str(error))
+    return GenerationTrace(held, span)
+
+
+def lent_bytes(checked: CheckedRun, source: ModelSource, launch: LaunchEnvironment) -> int:
+    """Return the bytes of this rank's weights that its generator reads in place: the same slice in the same dtype."""
+    training, generating = checked.sets_of(launch.world_size)
+    if training != generating or source.decoder.lora is not None and source.decoder.lora.merge:
+        return 0
+    table, layout = parameter_table(source.decoder), checked.config.resources.generation
+    layout = fitted_stride(table, checked.layout, layout, launch.local_world_size)
+    wanted = generation_slices(table, layout, launch.rank)
+    names = lendable(update_slices(table, checked.layout, launch.rank), wanted)
+    dtype = compute_dtype(checked.config.model, NAME)
+    is_equal = {True: dtype == torch.float32, False: True}
+    boxes = [box for box in wanted if box.name in names and is_equal[source.decoder.updates(box.name)]]
+    return sum(box.num_elements for box in boxes) * dtype.itemsize
+
+
+def slots_of(
+    checked: CheckedRun, traced: RankTrace, generation: GenerationTrace | None, *, is_swapped: bool, num_lent: int
+) -> Iterator[SlotPlan]:
+    """Yield the parts of a rank's step in order, each with what is present in it.
+
+    The generator reads `num_lent` bytes of the training weights in place, which then stay.
+    """
+    held = Counter(traced.held)
+    frozen = {role.weights for role in checked.roles if role.presence == "stage"}
+    training = Counter({owner: size for owner, size in held.items() if owner not in frozen})
+    if generation is not None:
+        engine = Counter(generation.held)
+        if not is_swapped:
+            engine["generation_weights"] -= num_lent
+        if held:
+            woken = Counter({"generation_weights": engine["generation_weights"]})
+            bucket = Counter({"bucket": min(checked.config.reshard.bucket_bytes, woken.total())})
+            yield SlotPlan(SWITCH, (max(training, woken, key=Counter.total) if is_swapped else held + woken) + bucket)
+        present = engine + generation.span.owners + (Counter() if is_swapped else held)
+        yield SlotPlan("generation", present, generation.span, refusal=generation.refusal)
+    for state, slot in traced.slots.items():
+        own = Counter({owner: held[owner] for owner in frozen & {slot.role.weights}})
+        present = (training + own if is_swapped else held) + slot.span.owners
+        present[ROWS] = present[ROWS] * slot.num_present // slot.num_traced
+        yield SlotPlan(state.value, present, slot.span, slot.num_passes, slot.num_traced)

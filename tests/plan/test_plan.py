@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.bench.harness.bench_models import qwen3
+from tests.support import simulated_accelerator
+from tests.support.jobs import ROOT, run_job
+from tests.support.ranks import run_ranks
+
+from spmdrl.cli.command_line import take_plan
+from spmdrl.config.reader import ConfigError
+from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, TokenRows
+from spmdrl.engines.training.training_engine import TrainingEngine
+from spmdrl.nouns.batch import offsets_of
+from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
+from spmdrl.resources.layout import UpdateLayout
+from spmdrl.resources.mesh import build_update_mesh
+from spmdrl.resources.world import World
+
+MODEL = qwen3(
+    vocab_size=512, hidden_size=128, intermediate_size=512, num_layers=3, num_heads=4, num_kv_heads=2, head_size=32,
+    max_positions=64,
+)  # fmt: skip
+QUICKSTART = str(ROOT / "configs/debug/quickstart.yaml")
+
+
+def mean_logprob(scores: Scores, micro: MicroBatch) -> LossTerms:
+    return LossTerms(-scores.logprobs_R.mean(), {})
+
+
+def update(world: World, dtype: torch.dtype, *, recompute: bool) -> None:
+    """Two micro-batches and an optimizer step over all ranks' shards."""
+    mesh = build_update_mesh(UpdateLayout(data=1, shard=world.size), world.device, world.rank)
+    training = TrainingConfig(
+        max_tokens_per_microbatch=512, activation_checkpointing="full" if recompute else "none"
+    )  # fmt: skip
+    engine = TrainingEngine(MODEL, training, OptimConfig(), mesh, world.device, compute_dtype=dtype)
+    tokens_T = ((torch.arange(16)[:, None] * 17 + torch.arange(64)) % 512).flatten()
+    rows = TokenRows(tokens_T, offsets_of([64] * 16), torch.full((16,), 32))
+    assert engine.update(rows, mean_logprob).num_microbatches == 2
+
+
+def on_device(world: World, dtype: torch.dtype, recompute: bool) -> int:
+    world.device.synchronize()
+    world.device.take_peak_bytes()
+    update(world, dtype, recompute=recompute)
+    world.device.synchronize()
+    return world.device.take_peak_bytes()
+
+
+def as_planned(dtype: torch.dtype, num_ranks: int, *, recompute: bool) -> int:
+    # The device stays in the process that it was made in.
+    from tests.support.simulated_accelerator.table_rows import fill_tables
+
+    from spmdrl.plan.account import Account
+    from spmdrl.plan.planned_device import alone_in, planned_device
+    from spmdrl.plan.planned_kernels import take_kernels_of
+    from spmdrl.runtime.launch import LaunchEnvironment
+
+    fill_tables("sim", "simccl")
+    take_kernels_of("sim")
+    account = Account()
+    launch = LaunchEnvironment(0, num_ranks, 0, num_ranks)
+    with alone_in(launch) as world, planned_device(account), account.span(lambda owner: False) as span:
+        update(world, dtype, recompute=recompute)
+    return span.peak_bytes
+
+
+def as_planned_beside(world: World, dtype: torch.dtype, num_ranks: int, recompute: bool) -> int:
+    torch.distributed.destroy_process_group()
+    try:
+        return as_planned(dtype, num_ranks, recompute=recompute)
+    finally:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(simulated_accelerator.why_not() is not None, reason=str(simulated_accelerator.why_not()))
+@pytest.mark.cpu_only(reason="this test chooses its devices")
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "recompute"),
+    [(torch.float32, 1, False), (torch.bfloat16, 2, True)],
+    ids=["float32", "bfloat16, shards of two, recomputed"],
+)
+def test_the_peak_of_an_update_without_memory_is_that_of_an_allocator(dtype, num_ranks, recompute):
+    measured = run_ranks(num_ranks, on_device, dtype, recompute, device="sim", timeout=600)
+    (planned,) = run_ranks(1, as_planned_beside, dtype, num_ranks, recompute, timeout=120)
+    assert planned == pytest.approx(max(measured), rel=0.01), (planned, measured)
+
+
+@pytest.mark.ranks
+def test_a_plan_says_what_a_run_needs_and_whether_it_fits(tmp_path):
+    profile, file = tmp_path / "tiny.yaml", tmp_path / "plan.json"
+    profile.write_text("{memory_gib: 0.05, kernels: cuda}\n")
+    arguments = [QUICKSTART, "--ranks", "2", "--device", str(profile), "--json", str(file)]
+    done = run_job("plan", *arguments, "data.train=nowhere.jsonl", "rollout.kv_cache_gib=0.01")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("does not fit: ") and "in the update of rank 0" in done.stdout
+    plan = json.loads(file.read_text())
+    assert not plan["fits"] and plan["device_bytes"] == int(0.05 * 2**30)
+    (rank,) = plan["ranks"]
+    assert rank["alike"] == [0, 1]
+    owners = rank["slots"]["update"]
+    assert owners["optimizer"] == 2 * owners["update_weights"] > 0
+    assert owners["activations"] > owners["optimizer"]
+    assert rank["slots"]["generation"]["kv_cache"] == pytest.approx(0.01 * 2**30, rel=0.01)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_dry_run_of_every_pass_needs_what_the_plan_of_some_says(tmp_path):
+    file = tmp_path / "dry.json"
+    # Large enough for the numbers that every micro-batch reports to be little.
+    sizes = ["model.make.hidden_size=1024", "model.make.intermediate_size=4096", "train.max_tokens_per_microbatch=512"]
+    layout = ["resources.update.pipeline=2", "resources.update.tensor=2"]
+    arguments = [QUICKSTART, "--dry-run", "--ranks", "4", "--rank", "3", "--json", str(file), *layout, *sizes]
+    done = run_job("train", *arguments)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    (whole,), (planned,) = found["ranks"], found["planned"]
+    for state, owners in whole["slots"].items():
+        assert sum(owners.values()) == pytest.approx(sum(planned["slots"][state].values()), rel=0.01), state
+    # The last stage receives hidden states and sends their gradients; halves of matrices are gathered and summed.
+    assert {name.split()[0] for name in found["messages"]["update"]} >= {"send", "_allgather_base_"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--dry-run", "--rank", "x"], "--rank is 'x'"),
+        (["--ranks", "6", "--nodes", "4"], "isn't a multiple"),
+        (["--device"], "--device has no value"),
+        (["--prompt-length", "0"], "must be a whole number"),
+    ],
+)
+def test_flags_are_refused_by_name(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        take_plan(arguments)
