@@ -47,6 +47,7 @@ BENCHES = {
     "overhead": "training.overhead",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
+    "plan": "plan.plan_bench",
     "programs": "rollout.programs_bench",
     "redundancy": "resharding.redundancy",
     "resharding": "resharding.resharding",
