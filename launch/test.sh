@@ -31,15 +31,10 @@ everywhere="not gpu and not slurm and not msrun"
 chosen=false
 [ $# -eq 0 ] || [ "$*" = all ] || chosen=true
 
-if ! "$chosen"; then
-    # The simulated device compiles beside the next checks, each of which takes one core. The tests wait for it, or
-    # compile it themselves and show what is wrong.
-    .venv/bin/python -c "from tests.support.simulated_accelerator.compiling import built; built()" > /dev/null 2>&1 &
-fi
 check .venv/bin/ruff check src tests
 check .venv/bin/lint-imports
-check .venv/bin/mypy
 if "$chosen"; then
+    check .venv/bin/mypy
     if [ -n "$failed" ]; then
         printf '== FAILED, whatever the tests find now:%s\n' "$failed" >&2
     fi
@@ -48,15 +43,36 @@ if "$chosen"; then
     exit
 fi
 
-# Their files alone are imported.
-on_device=$(grep -rl --include="*.py" "mark.on_device" tests)
+# What takes one core for most of a minute runs beside the first tests, which import and wait a lot. Those that need
+# the simulated device wait for it, or compile it themselves and show what is wrong.
+nice .venv/bin/python -c "from tests.support.simulated_accelerator.compiling import built; built()" > /dev/null 2>&1 &
+types=$(mktemp)
+nice .venv/bin/mypy > "$types" 2>&1 &
+checking=$!
+mypy() {
+    local status=0
+    wait "$checking" || status=$?
+    cat "$types"
+    rm "$types"
+    return "$status"
+}
+
+# The files that have such tests, which alone are imported; tests/conftest.py refuses marks that aren't found so.
+marked() {
+    grep -rl --include="test_*.py" "mark.$1" tests | sort
+}
 for marks in "not slow" ${1:+"slow"}; do
+    files=""
+    [ "$marks" = "not slow" ] || files=$(marked slow)
+    # shellcheck disable=SC2086
+    tests "$marks and $everywhere" $files || failed="$failed tests($marks)"
+    [ "$marks" = slow ] || check mypy
     # Ranks on the simulated device, most of its minute, are left to the slow ones: they run on the CPU here too.
     on_sim="$marks and not ranks"
     [ "$marks" = "not slow" ] || on_sim="(slow or ranks)"
-    # shellcheck disable=SC2086
-    tests "on_device and $on_sim and not gpu" --device sim -q $on_device || failed="$failed on_device($marks)"
-    tests "$marks and $everywhere" || failed="$failed tests($marks)"
+    # shellcheck disable=SC2046
+    tests "on_device and $on_sim and not gpu" --device sim -q $(marked on_device) ||
+        failed="$failed on_device($marks)"
 done
 if [ -n "$failed" ]; then
     printf '== FAILED:%s\n' "$failed" >&2

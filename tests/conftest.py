@@ -111,7 +111,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Elsewhere than on a CPU, skip what holds only there; skip all where a simulated device can't be made."""
+    """Refuse marks that launch/test.sh would miss. Elsewhere than on a CPU, skip what holds only there, or all tests
+    where a simulated device can't be made.
+    """
+    for mark in ("slow", "on_device"):
+        for path in {item.path for item in items if item.get_closest_marker(mark)}:
+            if f"mark.{mark}" not in path.read_text():
+                raise pytest.UsageError(f"{path} gets marks without `mark.{mark}` in its text, as launch/test.sh seeks")
     if config.getoption("--device") == "cpu":
         return
     from tests.support.chosen_device import why_missing

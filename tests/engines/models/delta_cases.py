@@ -24,11 +24,11 @@ SIZES = [
     (2, 2, 64, 80, 1),
 ]
 
-# Value heads that share key heads, and sizes that fill no vector; the others are the second command's.
-a_few_sizes = pytest.mark.parametrize(
-    "sizes",
-    [sizes if number in (1, 3) else pytest.param(sizes, marks=pytest.mark.slow) for number, sizes in enumerate(SIZES)],
-)
+
+def a_few_sizes(others: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Value heads that share key heads, and sizes that fill no vector; `others` marks the remaining ones."""
+    sizes = [one if number in (1, 3) else pytest.param(one, marks=others) for number, one in enumerate(SIZES)]
+    return pytest.mark.parametrize("sizes", sizes)
 
 
 def need_library() -> None:

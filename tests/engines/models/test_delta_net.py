@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -68,7 +69,7 @@ def packed(net: nn.Module, hidden_TD: Tensor, lengths: Sequence[int]) -> Tensor:
     return net(hidden_TD, Rotations(torch.zeros(len(hidden_TD)), set()), PackedCausalAttention(offsets_of(lengths)))
 
 
-@a_few_sizes
+@a_few_sizes(others=pytest.mark.slow)
 def test_outputs_and_all_gradients_are_those_of_transformers_row_by_row(kernels, sizes):
     ours, theirs = nets_of(sizes)
     own, other = (hidden_states(sum(LENGTHS)).requires_grad_() for _ in range(2))
@@ -131,7 +132,7 @@ class OneTokenOfEachRow(PackedCausalAttention):
         return ops.gated_delta_step(*inputs, self._states, self._slots_B)
 
 
-@a_few_sizes
+@a_few_sizes(others=pytest.mark.slow)
 def test_in_the_exact_mode_a_row_has_the_same_bits_alone_in_packs_and_decoded(exact_mode, sizes):
     net, _ = nets_of(sizes)
     hidden = hidden_states(sum(LENGTHS))

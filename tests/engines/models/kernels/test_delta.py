@@ -82,7 +82,7 @@ def test_convolutions_are_those_of_the_definition_in_float64(kernels, sizes):
         assert np.array_equal(last[row].double(), columns[len(columns) - width + 1 :])
 
 
-@a_few_sizes
+@a_few_sizes(others=pytest.mark.slow)
 def test_values_and_gradients_are_those_of_transformers_functions_row_by_row(kernels, sizes):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
