@@ -153,13 +153,13 @@ def shortened(text: str) -> str:
 
 def inline(value: object) -> str:
     """Format a value as YAML on one line: scalars as they are, lists, mappings and dataclasses in brackets."""
-    # Most are defaults, the same in every config. 1, 1.0 and True differ only in type.
-    is_usual = isinstance(value, bool | int | str) or value is None
-    return _scalar(type(value).__name__, value) if is_usual else _dumped(value)
+    # Most are defaults, the same in every config. 1, 1.0 and True are equal, as are 0.0 and -0.0, but not their texts.
+    is_usual = isinstance(value, bool | int | float | str) or value is None
+    return _scalar(repr(value), value) if is_usual else _dumped(value)
 
 
 @lru_cache(maxsize=1024)
-def _scalar(_kind: str, value: object) -> str:
+def _scalar(_written: str, value: object) -> str:
     return _dumped(value)
 
 
