@@ -55,8 +55,8 @@ def test_every_schedule_runs_alone_and_beside_sharded_experts():
 def adds_something(case: LayoutCase) -> bool:
     """Return False on 4 ranks for what other cases show; the bench itself tries every product.
 
-    Schedules don't depend on a stage's layers, attention doesn't on how experts are spread, and mla differs from moe in
-    attention alone.
+    Schedules don't depend on a stage's layers, attention doesn't on how experts and data are spread, and mla differs
+    from moe in attention alone.
     """
     layout = case.layout
     num_expert_ranks = layout.data * layout.shard * layout.context
@@ -65,14 +65,13 @@ def adds_something(case: LayoutCase) -> bool:
     if case.model == "dense":
         return is_one_axis or not has_other_schedule
     if case.model == "mla":
-        is_cut = max(layout.context, layout.tensor, layout.pipeline) > 1
-        return is_cut and layout.expert == num_expert_ranks and not has_other_schedule
+        is_cut = max(layout.context, layout.tensor) > 1
+        return is_cut and layout.expert == num_expert_ranks and layout.data == layout.pipeline == 1
     if has_other_schedule:
         # A tied head, as dense has one, can't run zbv.
-        return layout.expert > 1 or layout.tensor > 1 or layout.pipeline_schedule == "zbv"
-    if layout.expert < num_expert_ranks:
-        return layout.context_kind == "ring" and (layout.expert > 1 or is_one_axis)
-    return True
+        return layout.expert > 1 or layout.pipeline_schedule == "zbv"
+    # mla has the other kind.
+    return layout.context_kind == "ring" and (layout.expert in (2, num_expert_ranks) or is_one_axis)
 
 
 # On 2 ranks, dense, by the bench below, and moe run all schedules, the others 1f1b and one of these.
