@@ -637,13 +637,12 @@ def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["converse", "compacting"])
-def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path, program):
+def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path):
     pytest.importorskip("aiohttp")
     config, starts, screen = tiny_config(tmp_path), tmp_path / "agent.py.starts", tmp_path / "screen"
     long = ["train.max_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=9", "rollout.prompts_per_step=4"]
-    long += ["environment.on_fork=split"] if program == "compacting" else []
-    whole, killed = ([*agents(tmp_path, name, f"FILE:{program}"), *long] for name in ("whole", "killed"))
+    long += ["environment.on_fork=split"]
+    whole, killed = ([*agents(tmp_path, name, "FILE:compacting"), *long] for name in ("whole", "killed"))
     finished(run_job("train", config, *whole))
     assert len(starts.read_text()) == 1 + 3 * 16, "check begins the first row's"
     killed_at("generate:0:1:hang:1", screen, config, *killed)

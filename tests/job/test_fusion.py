@@ -90,6 +90,9 @@ def test_rows_losses_and_weights_are_those_of_the_unfused_run(tmp_path, ranks, m
               for name in ("fused", "after")]  # fmt: skip
     # How much is hidden depends on how fast the machine is.
     assert hidden[0] >= hidden[1] == 0
+    if "critic={}" not in more:
+        # The other cases die and go on in test_environment.py.
+        return
     # As if it had been killed in the second step.
     expected, folder = results_of(tmp_path / "fused"), tmp_path / "fused"
     shutil.rmtree(folder / "checkpoints" / "step_000002")

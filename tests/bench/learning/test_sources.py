@@ -22,15 +22,6 @@ def test_tools_in_trls_form_are_a_row_of_the_sources_bench(tmp_path):
     assert code == (row["after"] <= row["before"]), "a source that doesn't learn fails the bench"
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_an_impure_session_that_is_killed_is_asked_once_and_ends_as_one_that_is_not(tmp_path):
-    out, source = tmp_path / "out.json", "impure: a session"
-    assert main(["sources", "--sources", source, "--kills", "in a call", "--json", str(out)]) == 0
-    [row] = json.loads(out.read_text())["rows"]
-    assert row == {"source": source, "in a call": "equal, calls once", "one rank": "equal"}
-
-
 def test_answers_of_calls_that_were_made_again_are_found(tmp_path):
     sample = {"turns": [["1", ""], ["2", "user\n10.5.7"], ["3", "user\n30.9.9"]]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample))
