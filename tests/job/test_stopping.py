@@ -33,6 +33,7 @@ from torch.distributed import TCPStore
 from spmdrl.cli.failure_page import end_with
 from spmdrl.job.start.watching import deadline_of, with_end_of_job
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
+from spmdrl.resources import world as world_module
 from spmdrl.resources.startup.rendezvous import Network
 from spmdrl.resources.world import open_world
 from spmdrl.runtime.launch import read_launch_environment
@@ -359,6 +360,8 @@ def set_up(own: dict[str, str], folder: Path, place: str, *, is_stopped: bool) -
     launch = read_launch_environment(os.environ)
     with request.handling_signals(launch.rank):
         request.begin_set_up()
+        # Where the other one has left, or waits for what never comes.
+        world_module._STOP_LINGER_SECONDS = 3.0
         if place == "connecting" and launch.rank == 0:
             be_asked_while_connecting()
         try:
