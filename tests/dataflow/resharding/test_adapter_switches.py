@@ -44,6 +44,9 @@ CASES = [
     (4, MODEL, UpdateLayout(shard=2, tensor=2), GenerationLayout(tensor=2)),
     (2, HYBRID, UpdateLayout(shard=2), GenerationLayout(tensor=2)),
 ]
+# On a device, a switch of two axes, and the kind of layers that the others lack.
+_THERE_TOO = [pytest.mark.slow, pytest.mark.on_device]
+MARKS = {1: pytest.mark.slow, 3: _THERE_TOO, 4: _THERE_TOO}
 
 
 def trainer_of(world: World, layout: UpdateLayout, model: DecoderConfig = MODEL) -> TrainingEngine:
@@ -99,7 +102,6 @@ def switched(
     return found
 
 
-@pytest.mark.on_device
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("num_ranks", "model", "update_layout", "layout"),
@@ -107,7 +109,7 @@ def switched(
         pytest.param(
             *case,
             id=f"{case[1].model_type}, {case[2]} to {case[3]}",
-            marks=() if number in (0, 2) else pytest.mark.slow,
+            marks=MARKS.get(number, ()),
         )
         for number, case in enumerate(CASES)
     ],

@@ -155,10 +155,13 @@ def test_adapters_have_the_loss_and_the_gradient_of_merged_weights(world, model)
     assert_as_merged(gradient_and_logprobs(engine_of(world, model)), expected_of(world, model))
 
 
-@pytest.mark.on_device
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "cases", [pytest.param(ON_TWO, id="2 ranks"), pytest.param(ON_FOUR, id="4 ranks", marks=pytest.mark.slow)]
+    "cases",
+    [
+        pytest.param(ON_TWO, id="2 ranks", marks=pytest.mark.on_device),
+        pytest.param(ON_FOUR, id="4 ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_learn_the_same_under_every_layout(world, cases):
     num_ranks = 2 if cases is ON_TWO else 4
