@@ -63,7 +63,7 @@ def test_the_whole_config_is_yaml_beneath_comments(tmp_path):
 
 def test_a_run_that_does_not_fit_a_named_device_or_this_host_fails(tmp_path):
     config = tiny_config(tmp_path)
-    large = "model.make={hidden_size: 16384, num_hidden_layers: 400, intermediate_size: 65536, num_attention_heads: 64}"
+    large = "model.make={hidden_size: 131072, num_hidden_layers: 8, intermediate_size: 524288, num_attention_heads: 64}"
     done = run_job("check", config, large, "--ranks", "2", "--device-memory=80GiB")
     assert done.returncode == 1 and done.stdout.startswith("would start: no: 1 problem")
     assert "FAILED memory: at least" in done.stdout and "of 80 GiB, a device; use more ranks" in done.stdout

@@ -47,7 +47,7 @@ def test_what_is_lacking_fails_with_its_remedy(tmp_path, monkeypatch):
     assert "FAILED open files: at most 256, less than 1024; ulimit -n" in job.stdout
     assert "FAILED ports:" in job.stdout and "set MASTER_PORT to a free one" in job.stdout
     large = (
-        "model.make={hidden_size: 65536, num_hidden_layers: 400, intermediate_size: 262144, num_attention_heads: 64, "
+        "model.make={hidden_size: 524288, num_hidden_layers: 9, intermediate_size: 1048576, num_attention_heads: 64, "
         "num_key_value_heads: 64}"
     )
     job = run_job("check", config, f"run.dir={tmp_path / 'run'}", large, "checkpoint.interval=1")
