@@ -13,7 +13,7 @@ from spmdrl.nouns.settings.log_config import LogConfig
 from spmdrl.observability.log import MetricsLog, SampleRecord, TrackedRun
 from tests.support.jobs import ROOT, environment, finished, run_job, tiny_config
 
-RUN = TrackedRun("run 7", "sums", {"optim": {"lr": 1e-3}, "seed": 0})
+RUN = TrackedRun("run 7", "sums", lambda: {"optim": {"lr": 1e-3}, "seed": 0})
 HOSTILE = "12\x1b[2J </script> ![x](http://x/y.png)\n# head"
 
 
@@ -44,7 +44,7 @@ def test_tensorboard_has_scalars_config_labels_and_samples(tmp_path: Path):
 
     assert [(one.step, one.value) for one in events.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
     [(_, config)], [(_, labels)] = texts("config"), texts("run")
-    assert json.loads(config) == RUN.config
+    assert json.loads(config) == RUN.config()
     assert json.loads(labels) == {"name": "run 7", "project": "sums"}
     assert [step for step, _ in texts("samples/0")] == [1, 2] and "row: 5" in texts("samples/1")[0][1]
     # Every line is indented: markdown of a policy stays text.

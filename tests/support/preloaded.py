@@ -21,6 +21,7 @@ import spmdrl.verbs.check
 import spmdrl.verbs.evaluate
 import spmdrl.verbs.train
 from spmdrl.config.config import load_config
+from spmdrl.config.reader import resolved_yaml
 from spmdrl.observability.report.page import Header, page_html
 
 __all__ = [
@@ -36,8 +37,9 @@ __all__ = [
     "transformers",
 ]
 
-# What reads and checks a config is made from its classes once per process, in half of a small job's seconds.
-load_config([], ["data.train=any", "model.path=any"])
+# What reads and checks a config is made from its classes once per process, in half of a small job's seconds; usual
+# values are formatted once.
+resolved_yaml(load_config([], ["data.train=any", "model.path=any"]))
 # Templates of reports are compiled once per process too.
 page_html(Header("", "", "", {}), [])
 

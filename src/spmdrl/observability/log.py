@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,8 +25,8 @@ class TrackedRun:
 
     name: str
     project: str = "spmdrl"
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """resolved configuration"""
+    config: Callable[[], Mapping[str, Any]] = dict
+    """returns the resolved configuration, which takes as long to read as a small model's step"""
 
 
 class TensorBoardBackend:
@@ -38,7 +38,7 @@ class TensorBoardBackend:
         self._writer = self._module.SummaryWriter(str(folder))
         labels = {"name": run.name, "project": run.project}
         self._writer.add_text("run", _verbatim(to_json(labels, indent=2)), 0)
-        self._writer.add_text("config", _verbatim(to_json(dict(run.config), indent=2)), 0)
+        self._writer.add_text("config", _verbatim(to_json(dict(run.config()), indent=2)), 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -68,7 +68,7 @@ class WandbBackend:
         if not name_of_run.is_file():
             name_of_run.write_text(secrets.token_hex(4))
         self._run = self._wandb.init(
-            project=run.project, name=run.name, config=dict(run.config),
+            project=run.project, name=run.name, config=dict(run.config()),
             dir=str(run_dir), id=name_of_run.read_text().strip(), resume="allow",
         )  # fmt: skip
 

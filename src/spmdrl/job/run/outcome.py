@@ -125,8 +125,7 @@ def tracked_run(run: RunConfig, log: LogConfig, resolved_config: str) -> Tracked
     name = run.name if run.dir is None else folder.name
     if folder.name == WARM_START:
         name = f"{folder.parent.name} {WARM_START}"
-    settings = yaml.safe_load(resolved_config)
-    return TrackedRun(name, log.project, settings if isinstance(settings, dict) else {})
+    return TrackedRun(name, log.project, lambda: yaml.safe_load(resolved_config) or {})
 
 
 def texts_of_checkpoint(checked: CheckedRun, step: int) -> dict[str, str]:
