@@ -13,7 +13,9 @@ from tests.support.jobs import finished, metrics_of, run_job, tiny_config
 from spmdrl.engines.training.microbatch import MemoryRanOut, MicrobatchLimit
 from spmdrl.job.model.update_troubles import LIMIT_FILE
 
-SMALL = ("train.max_tokens_per_microbatch=128", "train.epochs_per_step=2", "checkpoint.interval=1")
+SMALL = (
+    "train.max_tokens_per_microbatch=128", "train.epochs_per_step=2", "train.max_steps=2", "checkpoint.interval=1",
+)  # fmt: skip
 ALIKE = ("loss", "grad_norm", "entropy", "reward", "update/skipped", "dock/trained")
 
 
