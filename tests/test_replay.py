@@ -11,7 +11,7 @@ import pytest
 from markupsafe import escape
 
 from spmdrl.cli.command_line import main
-from tests.support.jobs import ROOT, environment, finished, run_job, tiny_config
+from tests.support.jobs import ROOT, environment, finished, inline_config, run_job
 
 STEPS = ("train.max_steps=4", "checkpoint.interval=2", "checkpoint.keep_last=9")
 THE_SAME = (
@@ -22,7 +22,7 @@ THE_SAME = (
 
 @pytest.mark.ranks
 def test_rows_of_two_ranks_come_again_to_the_bit_and_a_changed_setting_shows(tmp_path):
-    config, run = tiny_config(tmp_path), tmp_path / "run"
+    config, run = inline_config(tmp_path), tmp_path / "run"
     finished(run_job("train", config, *STEPS, f"run.dir={run}", ranks=2))
     rows = [f"--row={row}" for row in range(0, 32, 3)]
     report = tmp_path / "rows.json"
@@ -48,7 +48,7 @@ def test_rows_of_two_ranks_come_again_to_the_bit_and_a_changed_setting_shows(tmp
 
 @pytest.mark.ranks
 def test_rows_with_turns_come_again_behind_steps_that_are_done_again(tmp_path):
-    config, run = tiny_config(tmp_path), tmp_path / "run"
+    config, run = inline_config(tmp_path), tmp_path / "run"
     turns = ("environment.function=calculator", 'rollout.stop=["="]')
     finished(run_job("train", config, *STEPS, *turns, "algo.name=ppo", "critic={}", f"run.dir={run}"))
     again = finished(run_job("replay", run, "--step=4", *[f"--row={row}" for row in range(8)]))
@@ -69,7 +69,7 @@ def test_fifty_random_rows_of_three_runs_come_again_to_the_bit(tmp_path):
     random, num_same = Random(0), 0
     for number, (ranks, *settings) in enumerate(RUNS.values()):
         run = tmp_path / f"run_{number}"
-        finished(run_job("train", tiny_config(tmp_path), *STEPS, *settings, f"run.dir={run}", ranks=ranks))
+        finished(run_job("train", inline_config(tmp_path), *STEPS, *settings, f"run.dir={run}", ranks=ranks))
         # Right after a checkpoint, and a step later.
         chosen = random.sample([(step, row) for step in (3, 4) for row in range(32)], 16 + (number > 0))
         for step in sorted({step for step, _ in chosen}):
@@ -81,7 +81,7 @@ def test_fifty_random_rows_of_three_runs_come_again_to_the_bit(tmp_path):
 
 @pytest.mark.slow
 def test_pdb_stops_before_generation_reward_and_loss(tmp_path):
-    config, run = tiny_config(tmp_path), tmp_path / "run"
+    config, run = inline_config(tmp_path), tmp_path / "run"
     finished(run_job("train", config, "train.max_steps=1", f"run.dir={run}"))
     command = [sys.executable, "-m", "spmdrl", "replay", str(run), "--step", "1", "--row", "5", "--pdb"]
     job = subprocess.run(

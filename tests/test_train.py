@@ -19,11 +19,11 @@ from tests.job.test_stopping import die_after_steps
 from tests.support.jobs import (
     environment,
     finished,
+    inline_config,
     job_command,
     metrics_of,
     run_job,
     summary_of,
-    tiny_config,
     untimed,
     weights_digest,
 )
@@ -32,7 +32,7 @@ from tests.support.jobs import (
 @pytest.mark.ranks
 @pytest.mark.parametrize("more", [[2], pytest.param([2, 4], marks=pytest.mark.slow)], ids=["two", "two and four"])
 def test_one_rank_and_more_train_alike_on_the_same_rollouts(tmp_path, more):
-    config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
+    config, dump = inline_config(tmp_path), tmp_path / "rollouts"
     finished(run_job("train", config, f"run.dir={tmp_path / 'dump'}", f"debug.rollouts_to={dump}", "train.max_steps=2"))
     first = {}
     for ranks in (1, *more):
@@ -52,7 +52,7 @@ def test_one_rank_and_more_train_alike_on_the_same_rollouts(tmp_path, more):
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["context=2", pytest.param("tensor=2 pipeline=2", marks=pytest.mark.slow)])
 def test_every_axis_trains_as_one_rank_does_and_leaves_a_checkpoint_for_any_layout(tmp_path, layout):
-    config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
+    config, dump = inline_config(tmp_path), tmp_path / "rollouts"
     finished(run_job("train", config, f"run.dir={tmp_path / 'one'}", f"debug.rollouts_to={dump}", "train.max_steps=2"))
     settings = [f"resources.update.{degree}" for degree in layout.split()]
     ranks = 2 ** len(settings)
@@ -71,7 +71,7 @@ def test_every_axis_trains_as_one_rank_does_and_leaves_a_checkpoint_for_any_layo
 @pytest.mark.ranks
 @pytest.mark.parametrize(("rounds", "launched"), [pytest.param(1, False, marks=pytest.mark.slow), (3, True)])
 def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_path, rounds, launched):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     settings = ["train.max_steps=9", "checkpoint.interval=2", "log.backends=[console,jsonl]"]
     settings.append(f"rollout.partial_max_rounds={rounds}")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -95,7 +95,7 @@ def test_a_run_killed_in_the_middle_of_a_step_ends_with_the_same_weights(tmp_pat
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks_after", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_rollouts_that_were_kept_are_trained_on_after_a_crash(tmp_path, ranks_after):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true",
                 "algo.kl_coef=0.1", "train.updates_per_step=2"]  # fmt: skip
     finished(run_job("train", config, *settings, "resources.generation.tensor=2", ranks=2))
@@ -156,7 +156,7 @@ def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_
     folder = tmp_path / "run"
     job = finished(
         run_job(
-            "train", tiny_config(tmp_path), f"run.dir={folder}", "sft.max_steps=4", "sft.rows_per_step=16",
+            "train", inline_config(tmp_path), f"run.dir={folder}", "sft.max_steps=4", "sft.rows_per_step=16",
             "sft.optim.lr=1e-3", "algo.kl_coef=0.01", "train.updates_per_step=2", "train.epochs_per_step=2",
             "data.eval=synthetic://addition?low=0&high=9&count=5&split=test", "eval.interval=2",
             "eval.before_train=true", "reshard.verify=true",
@@ -183,7 +183,7 @@ def test_a_run_with_everything_on_ends_with_a_model_that_transformers_opens(tmp_
 
 
 def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
-    config, run = tiny_config(tmp_path), tmp_path / "run"
+    config, run = inline_config(tmp_path), tmp_path / "run"
     finished(run_job("sft", config, f"run.dir={run}", "sft.max_steps=2", "sft.rows_per_step=8"))
     held_out = "data.eval=synthetic://addition?low=0&high=9&count=5&split=test"
     from_run, judged = [f"model.path={run}", "model.make=null", held_out], "reward.functions=[exact]"
@@ -198,7 +198,7 @@ def test_a_checkpoint_is_evaluated_and_answers_prompts(tmp_path):
 
 
 def test_leaving_out_rows_without_advantage_gives_the_same_weights(tmp_path):
-    config, dump = tiny_config(tmp_path), tmp_path / "rollouts"
+    config, dump = inline_config(tmp_path), tmp_path / "rollouts"
     reward = tmp_path / "first_digit.py"
     reward.write_text("def fn(completions, **columns):\n    return [float(text[:1] < '5') for text in completions]\n")
     settings = [f"reward.functions=[{reward}:fn]", "rollout.num_generations=2", "train.max_steps=2"]

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config, untimed
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, summary_of, untimed
 
 from spmdrl.engines.training.checkpoints import file_writes
 from spmdrl.engines.training.checkpoints.manifest import damage
@@ -34,7 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps whose training waits for each checkpoint."""
     folder = tmp_path_factory.mktemp("whole")
     settings = [f"run.dir={folder / 'run'}", "checkpoint.asynchronous=false", *SETTINGS]
-    job = finished(run_job("train", tiny_config(folder), *settings, ranks=2))
+    job = finished(run_job("train", inline_config(folder), *settings, ranks=2))
     assert job.stdout.count("checkpoint of step") == 3
     return folder / "run"
 
@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_is_the_same_and_so_is_the_run(whole, tmp_path):
     written = tmp_path / "run"
     settings = [f"run.dir={written}", "checkpoint.asynchronous=true", *SETTINGS]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     assert job.stdout.count("checkpoint of step") == 3
     assert files_of(written) == files_of(whole) != {}
     assert untimed(metrics_of(written)) == untimed(metrics_of(whole))
@@ -70,7 +70,7 @@ OTHER_JOBS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_JOBS)
 def test_other_jobs_and_what_else_they_train_are_saved_alike(name, tmp_path):
-    (verb, *settings), config = OTHER_JOBS[name], tiny_config(tmp_path)
+    (verb, *settings), config = OTHER_JOBS[name], inline_config(tmp_path)
     for is_on in ("true", "false"):
         options = [f"run.dir={tmp_path / is_on}", f"checkpoint.asynchronous={is_on}", "checkpoint.interval=1"]
         finished(run_job(verb, config, *settings, *options, "checkpoint.keep_last=9", ranks=2))
@@ -83,7 +83,7 @@ def test_other_jobs_and_what_else_they_train_are_saved_alike(name, tmp_path):
 def test_a_disk_that_refuses_one_costs_that_one(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDRL_FAULT", "checkpoint.fsync:1:2:enospc")
     settings = ["checkpoint.interval=1", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     assert job.stdout.count("WARNING: checkpoint of step 2 FAILED, the run goes on without it") == 1
     root = tmp_path / "run/checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["step_000001", "step_000003"]
@@ -100,7 +100,7 @@ def without_memory_on_rank_1() -> None:
 @pytest.mark.parametrize("more", [[], ["resources.ranks.generation=1", "rollout.lag=2"]], ids=["together", "apart"])
 def test_a_rank_without_memory_for_copies_has_all_wait(tmp_path, more):
     settings = ["checkpoint.interval=1", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}", *more]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=3, prepare=without_memory_on_rank_1))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, ranks=3, prepare=without_memory_on_rank_1))
     assert job.stdout.count("training waits for checkpoints from here on") == 1 and "FAILED" not in job.stdout
     assert job.stdout.count("checkpoint of step") == 3 and damage(tmp_path / "run/checkpoints/step_000003") is None
 
@@ -108,12 +108,12 @@ def test_a_rank_without_memory_for_copies_has_all_wait(tmp_path, more):
 def test_a_run_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDRL_FAULT", "generate:0:3:raise")
     settings = ["checkpoint.interval=2", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}"]
-    job = run_job("train", tiny_config(tmp_path), *settings)
+    job = run_job("train", inline_config(tmp_path), *settings)
     assert job.returncode and "raised on purpose" in job.stderr
     root = tmp_path / "run/checkpoints"
     assert [path.name for path in root.iterdir()] == ["step_000002"] and damage(root / "step_000002") is None
     monkeypatch.delenv("SPMDRL_FAULT")
-    assert "after step 2" in finished(run_job("train", tiny_config(tmp_path), *settings)).stdout
+    assert "after step 2" in finished(run_job("train", inline_config(tmp_path), *settings)).stdout
 
 
 @pytest.mark.ranks
@@ -128,12 +128,12 @@ def test_a_rank_killed_while_threads_write_costs_no_bit(fault, whole, tmp_path, 
     stage, rank, step, *passes = fault.split(":")
     monkeypatch.setenv("SPMDRL_FAULT", ":".join([f"checkpoint.{stage}", rank, step, "sigkill", *passes]))
     settings = ["checkpoint.interval=1", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}"]
-    killed = run_job("train", tiny_config(tmp_path), *settings, ranks=2)
+    killed = run_job("train", inline_config(tmp_path), *settings, ranks=2)
     assert killed.returncode == -signal.SIGKILL
     root = tmp_path / "run/checkpoints"
     assert all(damage(path) is None for path in root.glob("step_*"))
     monkeypatch.delenv("SPMDRL_FAULT")
-    finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     assert untimed(metrics_of(tmp_path / "run")) == untimed(metrics_of(whole))
     last = "step_000003/"
     found, expected = files_of(tmp_path / "run"), files_of(whole)
@@ -147,7 +147,7 @@ def test_a_thread_that_hangs_is_found_where_its_rank_waits_for_it(tmp_path, monk
     monkeypatch.setenv("SPMDRL_FAULT", "checkpoint.fsync:1:2:hang")
     settings = ["checkpoint.interval=1", "checkpoint.asynchronous=true", f"run.dir={tmp_path / 'run'}"]
     limit = ["resources.stage_timeout_seconds=3", "train.max_steps=1000"]
-    job = run_job("train", tiny_config(tmp_path), *settings, *limit, ranks=2)
+    job = run_job("train", inline_config(tmp_path), *settings, *limit, ranks=2)
     assert job.returncode == HUNG and re.search(
         r"rank 1 hangs: no progress for \d+ s; rank 1 in checkpoint", job.stderr
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tests.support.jobs import finished, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, run_job
 from tests.support.quantized_folders import quantize_to_fp8
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -18,7 +18,7 @@ from spmdrl.observability.terminal.units import count
 
 @pytest.mark.ranks
 def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path: Path, device: torch.device):
-    job = finished(run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", "sft.max_steps=1", ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), f"run.dir={tmp_path / 'run'}", "sft.max_steps=1", ranks=2))
     before_sft, _, rest = job.stdout.partition("sft step 1/1")
     before_grpo = rest.partition("grpo step 1/3")[0]
     model = tmp_path / "run" / "warm_start" / "initial_model"
@@ -39,7 +39,7 @@ def test_a_job_names_model_ranks_data_and_folder_before_its_first_step(tmp_path:
 
 def test_a_job_notes_that_it_computes_in_another_dtype_than_the_files(tmp_path: Path):
     job = finished(
-        run_job("sft", tiny_config(tmp_path), f"run.dir={tmp_path}", "sft.max_steps=1", "model.dtype=bfloat16")
+        run_job("sft", inline_config(tmp_path), f"run.dir={tmp_path}", "sft.max_steps=1", "model.dtype=bfloat16")
     )
     assert "NOTE: the weights are stored in float32 and computed in bfloat16" in job.stdout
 
@@ -53,7 +53,7 @@ def test_a_job_trains_the_decoder_of_a_quantized_multimodal_folder_and_saves_it_
     make_char_tokenizer(folder)
     quantize_to_fp8(folder, block=(8, 16))
     model, run = ("model.make=null", f"model.path={folder}"), tmp_path / "run"
-    job = finished(run_job("sft", tiny_config(tmp_path), *model, f"run.dir={run}", "sft.max_steps=1"))
+    job = finished(run_job("sft", inline_config(tmp_path), *model, f"run.dir={run}", "sft.max_steps=1"))
     assert "| stored fp8, computed float32 |" in job.stdout
     left_out = "NOTE: weights of other parts than the decoder are neither trained nor saved: "
     assert job.stdout.count(left_out) == 1

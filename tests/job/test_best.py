@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, summary_of
 
 from spmdrl.algorithms.table import build_algorithm
 from spmdrl.config.config import Config, load_config
@@ -111,7 +111,7 @@ def test_a_metric_that_no_step_has_is_named_with_its_neighbours():
 @pytest.mark.parametrize("verb", ["train", "sft"])
 def test_the_best_by_an_evaluation_that_is_never_made_are_refused(tmp_path, settings, problem, verb):
     with pytest.raises(ConfigError, match=problem):
-        check_run(load_config([tiny_config(tmp_path)], ["reward.functions=[exact]", *settings]), verb)
+        check_run(load_config([inline_config(tmp_path)], ["reward.functions=[exact]", *settings]), verb)
 
 
 def test_a_record_of_an_earlier_version_has_one_best_step_or_none():
@@ -125,7 +125,7 @@ def test_a_record_of_an_earlier_version_has_one_best_step_or_none():
 
 @pytest.mark.parametrize("mode", ["max", pytest.param("min", marks=pytest.mark.slow)])
 def test_the_best_step_outlives_newer_ones_also_over_a_resume(tmp_path, mode):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_last=1", "checkpoint.best=reward"]
     settings.append(f"checkpoint.best_mode={mode}")
     for num_steps in (4, 8):
@@ -141,7 +141,7 @@ def test_the_best_step_outlives_newer_ones_also_over_a_resume(tmp_path, mode):
 
 
 def test_a_better_evaluation_is_saved_where_no_checkpoint_is_due(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.best=eval/reward", "eval.interval=1", HELD_OUT]
     finished(run_job("train", config, *settings, "train.max_steps=3"))
     values = {step["step"]: step["eval/reward"] for step in metrics_of(folder) if step["step"] > 0}
@@ -167,7 +167,7 @@ def killed_before(number: int) -> None:
 
 @pytest.mark.slow
 def test_the_best_ones_are_those_of_a_run_that_was_never_killed(tmp_path):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     settings = [HELD_OUT, "eval.interval=1", "checkpoint.keep_best=2", "checkpoint.keep_last=1", "train.max_steps=7"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     shown = finished(run_job("train", config, *settings, f"run.dir={whole}")).stdout
@@ -191,7 +191,7 @@ def test_the_best_ones_are_those_of_a_run_that_was_never_killed(tmp_path):
 
 
 def test_the_model_alone_is_a_fraction_of_the_bytes_and_no_run_goes_on_from_it(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.model_only=true"]
     job = finished(run_job("train", config, *settings))
     assert "none can be resumed from" in job.stdout
@@ -204,7 +204,7 @@ def test_the_model_alone_is_a_fraction_of_the_bytes_and_no_run_goes_on_from_it(t
 
 
 def test_a_models_card_states_where_it_comes_from(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     finished(run_job("train", config, f"run.dir={folder}", "train.max_steps=1"))
     card = (folder / "checkpoints" / "step_000001" / "model" / "README.md").read_text()
     for fact in (

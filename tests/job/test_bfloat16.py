@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 from torch import Tensor
 
 BFLOAT16 = "model.dtype=bfloat16"
@@ -32,7 +32,7 @@ def master_weights(folder: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.ranks, pytest.mark.slow])])
 def test_a_run_resumes_to_the_bit_whatever_the_dtype_of_its_exported_weights(tmp_path, ranks):
-    config, whole, parted = tiny_config(tmp_path), tmp_path / "whole", tmp_path / "parted"
+    config, whole, parted = inline_config(tmp_path), tmp_path / "whole", tmp_path / "parted"
     settings = [BFLOAT16, "checkpoint.interval=1", "checkpoint.keep_last=9", "algo.kl_coef=0.1"]
     finished(run_job("train", config, *settings, f"run.dir={whole}", ranks=ranks))
     finished(
@@ -58,7 +58,7 @@ def test_a_run_resumes_to_the_bit_whatever_the_dtype_of_its_exported_weights(tmp
 @pytest.mark.ranks
 @pytest.mark.parametrize("executor", ["exact", pytest.param("allgather", marks=pytest.mark.slow)])
 def test_two_ranks_move_half_the_bytes_of_float32_and_report_how_far_the_engines_are_apart(tmp_path, executor):
-    config, runs = tiny_config(tmp_path), {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
+    config, runs = inline_config(tmp_path), {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
     settings = ["reshard.swap=always", f"reshard.executor={executor}", "reshard.verify=true", "train.max_steps=1"]
     for dtype, folder in runs.items():
         finished(run_job("train", config, *settings, f"model.dtype={dtype}", f"run.dir={folder}", ranks=2))
@@ -74,7 +74,7 @@ def test_two_ranks_move_half_the_bytes_of_float32_and_report_how_far_the_engines
 
 def test_the_supervised_start_hands_on_float32_weights(tmp_path):
     settings = [BFLOAT16, "sft.max_steps=1", "train.max_steps=1", f"run.dir={tmp_path / 'run'}"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     warm_start = tmp_path / "run" / "warm_start"
     handed_on, masters = exported(warm_start, 1), master_weights(warm_start, 1)
     assert all(torch.equal(handed_on[name], master) for name, master in masters.items())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.jobs import ROOT, finished, metrics_of, run_job, tiny_config, untimed
+from tests.support.jobs import ROOT, finished, inline_config, metrics_of, run_job, untimed
 
 TINY = [
     "algo={name: ppo, kl_coef: 0.05, kl_target: 0.02, kl_gain: 0.9}",
@@ -38,7 +38,7 @@ def whole(tmp_path_factory) -> Path:
     """A run of four steps on two ranks with the swap, in which the policy is trained from step 3 on."""
     folder = tmp_path_factory.mktemp("critic")
     settings = [f"run.dir={folder / 'run'}", "checkpoint.interval=2", "reshard.swap=always"]
-    finished(run_job("train", tiny_config(folder), *TINY, *settings, ranks=2))
+    finished(run_job("train", inline_config(folder), *TINY, *settings, ranks=2))
     return folder
 
 
@@ -75,7 +75,7 @@ def test_a_reference_and_a_critic_with_layouts_of_their_own_are_as_under_the_pol
 ):
     settings = [f"run.dir={tmp_path}", "checkpoint.interval=2", "reshard.swap=always", *TINY]
     settings += [f"reference.layout.{reference}=2", f"critic.layout.{critic}=2"]
-    finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     for one, other in zip(metrics_of(tmp_path), metrics_of(whole / "run"), strict=True):
         names = {"kl", "loss", *LEARNT} & other.keys()
         assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, 1e-4, 1e-6)
@@ -86,7 +86,7 @@ def test_a_reference_and_a_critic_with_layouts_of_their_own_are_as_under_the_pol
 
 @pytest.mark.ranks
 def test_one_rank_and_two_with_the_swap_train_the_same_critic(whole, tmp_path):
-    config, run = tiny_config(tmp_path), tmp_path / "run"
+    config, run = inline_config(tmp_path), tmp_path / "run"
     finished(run_job("train", config, *TINY, "train.max_steps=2", f"run.dir={run}", "reshard.swap=never"))
     for alone, together in zip(metrics_of(run), metrics_of(whole / "run"), strict=False):
         assert {name: alone[name] for name in LEARNT} == pytest.approx({name: together[name] for name in LEARNT}, 1e-4)
@@ -104,7 +104,7 @@ def test_one_rank_and_two_with_the_swap_train_the_same_critic(whole, tmp_path):
 def test_the_same_rows_are_drawn_and_trained_as_often_on_one_rank_and_on_two(tmp_path):
     settings = ["algo={name: pf_ppo, filter: best-worst}", "critic={}", "train.max_steps=2", "train.updates_per_step=2"]
     for ranks in (1, 2):
-        finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / str(ranks)}", ranks=ranks))
+        finished(run_job("train", inline_config(tmp_path), *settings, f"run.dir={tmp_path / str(ranks)}", ranks=ranks))
     names = (*LEARNT, "select/filtered", "loss", "grad_norm", "entropy", "frac_advantage_zero")
     one, two = ([{name: step[name] for name in names} for step in metrics_of(tmp_path / run)] for run in "12")
     for alone, together in zip(one, two, strict=True):
@@ -121,7 +121,7 @@ def test_a_run_that_died_goes_on_with_the_same_critic_to_the_last_bit(whole, tmp
     # As if the job had died before the last checkpoint was written.
     shutil.rmtree(run / "checkpoints/step_000004")
     settings = [f"run.dir={run}", "checkpoint.interval=2", "reshard.swap=always"]
-    resumed = finished(run_job("train", tiny_config(tmp_path), *TINY, *settings, ranks=2))
+    resumed = finished(run_job("train", inline_config(tmp_path), *TINY, *settings, ranks=2))
     assert "resumed from" in resumed.stdout
     for model in ("model", "critic/model"):
         assert same_weights(weights_of(run, 4, model), weights_of(whole / "run", 4, model))
@@ -134,7 +134,7 @@ def test_a_critics_checkpoint_goes_on_under_another_layout_and_opens_in_transfor
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     run = tmp_path / "run"
     shutil.rmtree(run / "checkpoints/step_000004")
-    finished(run_job("train", tiny_config(tmp_path), *TINY, f"run.dir={run}"))
+    finished(run_job("train", inline_config(tmp_path), *TINY, f"run.dir={run}"))
     after, before = metrics_of(run)[-1], metrics_of(whole / "run")[-1]
     assert {name: after[name] for name in LEARNT} == pytest.approx({name: before[name] for name in LEARNT}, 1e-4)
     folder = run / "checkpoints/step_000004/critic/model"
@@ -145,7 +145,7 @@ def test_a_critics_checkpoint_goes_on_under_another_layout_and_opens_in_transfor
 @pytest.mark.ranks
 def test_a_run_with_a_critic_is_not_gone_on_with_without_one(whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    refused = run_job("train", tiny_config(tmp_path), "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
+    refused = run_job("train", inline_config(tmp_path), "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
     assert refused.returncode == 2 and 'critic was "the policy\'s weights" and is None' in refused.stderr
 
 
@@ -153,13 +153,13 @@ def test_a_run_with_a_critic_is_not_gone_on_with_without_one(whole, tmp_path):
 def test_a_critic_that_was_trained_elsewhere_begins_with_what_it_learnt(whole, tmp_path):
     critic, run = whole / "run/checkpoints/step_000004/critic/model", tmp_path / "run"
     settings = [f"run.dir={run}", f"critic.path={critic}", "critic.warmup_steps=1", "critic.optim.lr=0"]
-    finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=1"))
+    finished(run_job("train", inline_config(tmp_path), *settings, "train.max_steps=1"))
     assert metrics_of(run)[0]["critic/explained_variance"] != 0, "a new head gives 0 throughout"
     assert same_weights(weights_of(run, 1), load_file(critic / "model.safetensors"))
 
 
 def test_a_critic_that_can_not_read_the_policys_tokens_is_refused(tmp_path):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     finished(run_job("train", config, "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))
     model, critic = tmp_path / "run/initial_model", tmp_path / "critic"
     shutil.copytree(model, critic)

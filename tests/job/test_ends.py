@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.job.test_stopping import SUPERVISED, ask_after_steps
-from tests.support.jobs import run_job, summary_of, tiny_config
+from tests.support.jobs import inline_config, run_job, summary_of
 
 from spmdrl.job.run.outcome import end_of
 
@@ -75,7 +75,7 @@ VERBS = {
     "verb", [pytest.param(verb, marks=() if verb == "sft" else pytest.mark.slow) for verb in VERBS]
 )
 def test_a_run_that_could_not_be_saved_ends_with_a_code_of_its_own_and_names_no_next_step(verb, tmp_path):
-    job = run_job(verb, tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", *VERBS[verb], prepare=fill_the_disk)
+    job = run_job(verb, inline_config(tmp_path), f"run.dir={tmp_path / 'run'}", *VERBS[verb], prepare=fill_the_disk)
     assert job.returncode == 74, job.stdout + job.stderr
     assert summary_of(tmp_path / "run")["verdict"] == "unsaved"
     line = job.stderr.splitlines()[-1]
@@ -87,7 +87,7 @@ def test_a_run_that_could_not_be_saved_ends_with_a_code_of_its_own_and_names_no_
 def test_a_run_that_is_stopped_and_can_not_save_is_not_to_be_started_again(tmp_path):
     ask = partial(fill_and_ask, tmp_path / "run" / "metrics.jsonl")
     options = (f"run.dir={tmp_path / 'run'}", "sft.max_steps=100000")
-    job = run_job("sft", tiny_config(tmp_path), *options, prepare=ask)
+    job = run_job("sft", inline_config(tmp_path), *options, prepare=ask)
     assert job.returncode == 74, job.stdout + job.stderr
     assert summary_of(tmp_path / "run")["verdict"] == "unsaved"
     assert "stopped by SIGUSR1 in step" in job.stderr and "could not be written" in job.stderr

@@ -21,9 +21,9 @@ from tests.support.jobs import (
     be_job,
     environment,
     finished,
+    inline_config,
     metrics_of,
     run_job,
-    tiny_config,
     untimed,
     weights_digest,
 )
@@ -94,7 +94,7 @@ DYING = {
     [pytest.param(*case, id=name, marks=pytest.mark.slow if case[0] > 1 else ()) for name, case in DYING.items()],
 )
 def test_a_run_that_dies_goes_on_to_the_bit(tmp_path, ranks, more):
-    config, settings = tiny_config(tmp_path), [*settings_of(tmp_path, "run"), *more]
+    config, settings = inline_config(tmp_path), [*settings_of(tmp_path, "run"), *more]
     folder = tmp_path / "run"
     finished(run_job("train", config, *settings, ranks=ranks))
     whole, samples = untimed(metrics_of(folder)), samples_of(folder)
@@ -116,7 +116,7 @@ def test_a_run_that_dies_goes_on_to_the_bit(tmp_path, ranks, more):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_recorded_and_kept_rows_need_no_second_call(tmp_path):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     record = [*settings_of(tmp_path, "one"), f"debug.rollouts_to={tmp_path / 'rows'}", "checkpoint.keep_rollouts=true"]
     finished(run_job("train", config, *record))
     whole, digest, num_calls = (
@@ -152,7 +152,7 @@ class Paying:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_critic_learns_what_turns_earned_also_from_recorded_rows(tmp_path):
-    config, found = tiny_config(tmp_path), []
+    config, found = inline_config(tmp_path), []
     (tmp_path / "paying.py").write_text(PAYING)
     for name, rows in (("one", "to"), ("two", "from")):
         settings = [
@@ -172,7 +172,7 @@ def test_a_critic_learns_what_turns_earned_also_from_recorded_rows(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_answers_and_evaluations_take_turns(tmp_path):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     trained = [*settings_of(tmp_path, "run"), "train.max_steps=2"]
     finished(run_job("train", config, *trained))
     held_out = [
@@ -312,7 +312,7 @@ class Row:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_an_environment_that_counts_its_calls_gives_the_same_rows_after_kills(tmp_path):
-    config, found = tiny_config(tmp_path), {}
+    config, found = inline_config(tmp_path), {}
     for name, kills in (("whole", ""), ("killed", "30, 31, 100, 170")):
         folder = tmp_path / name
         folder.mkdir()
@@ -385,7 +385,7 @@ def killed_at(fault: str, screen: Path, *arguments: str | Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_session_with_a_clock_is_asked_once_wherever_the_job_is_killed(tmp_path):
-    config, tool, screen = tiny_config(tmp_path), tmp_path / "clock.py", tmp_path / "screen"
+    config, tool, screen = inline_config(tmp_path), tmp_path / "clock.py", tmp_path / "screen"
     tool.write_text(IMPURE)
 
     def settings(name: str) -> list[str]:
@@ -446,7 +446,7 @@ class Sum:
     ],
 )
 def test_two_ranks_hold_the_sessions_of_one(tmp_path, more, num_equal, tolerance):
-    config, found = tiny_config(tmp_path), []
+    config, found = inline_config(tmp_path), []
     (tmp_path / "sums.py").write_text(REMEMBERING)
     for ranks in (1, 2):
         run = tmp_path / str(ranks)
@@ -531,7 +531,7 @@ def agents(folder: Path, name: str, program: str) -> list[str]:
 )
 def test_a_program_trains_by_what_it_asks_and_is_answered(tmp_path, program, ranks):
     pytest.importorskip("aiohttp")
-    config, settings = tiny_config(tmp_path), agents(tmp_path, "run", program)
+    config, settings = inline_config(tmp_path), agents(tmp_path, "run", program)
     finished(run_job("train", config, *settings, "train.max_steps=2", ranks=ranks))
     steps, samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run")
     assert all(step["grad_norm"] > 0 and step["mismatch/abs_max"] < 1e-4 for step in steps)
@@ -575,7 +575,7 @@ def test_a_program_that_compacts_trains_on_what_the_model_read_in_each_conversat
     settings += ["rollout.prompts_per_step=4"]
     attentive(tmp_path / "model")
     exact = ["debug.batch_invariant=true"] if not more else []
-    finished(run_job("train", tiny_config(tmp_path), *settings, *exact, ranks=ranks))
+    finished(run_job("train", inline_config(tmp_path), *settings, *exact, ranks=ranks))
     steps, samples = metrics_of(tmp_path / "run"), samples_of(tmp_path / "run")
     assert all(1.5 < step["environment/pieces"] <= 2 and step["grad_norm"] > 0 for step in steps)
     assert all(step["mismatch/abs_max"] < (1e-4 if more else 1e-30) for step in steps)
@@ -628,7 +628,7 @@ def test_a_template_without_earlier_thoughts_trains_on_what_it_writes(tmp_path, 
 def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
     pytest.importorskip("aiohttp")
     settings = [*agents(tmp_path, "run", "FILE:failing"), "environment.open_timeout_seconds=5"]
-    finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=2", "reward.max_error_rate=1"))
+    finished(run_job("train", inline_config(tmp_path), *settings, "train.max_steps=2", "reward.max_error_rate=1"))
     for step in metrics_of(tmp_path / "run"):
         ends = {name: step[f"environment/ends/{name}"] for name in ("crashed", "timed_out", "ended")}
         assert all(0 < number < 20 for number in ends.values()) and sum(ends.values()) == 32, ends
@@ -639,7 +639,7 @@ def test_programs_that_fail_and_hang_cost_their_rows_alone(tmp_path):
 @pytest.mark.slow
 def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path):
     pytest.importorskip("aiohttp")
-    config, starts, screen = tiny_config(tmp_path), tmp_path / "agent.py.starts", tmp_path / "screen"
+    config, starts, screen = inline_config(tmp_path), tmp_path / "agent.py.starts", tmp_path / "screen"
     long = ["train.max_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=9", "rollout.prompts_per_step=4"]
     long += ["environment.on_fork=split"]
     whole, killed = ([*agents(tmp_path, name, "FILE:compacting"), *long] for name in ("whole", "killed"))
@@ -661,7 +661,7 @@ def test_a_run_with_programs_that_is_killed_goes_on_to_the_bit(tmp_path):
 @pytest.mark.slow
 def test_programs_are_answered_in_evaluations_and_by_generate(tmp_path):
     pytest.importorskip("aiohttp")
-    config, settings = tiny_config(tmp_path), agents(tmp_path, "out", "FILE:converse")
+    config, settings = inline_config(tmp_path), agents(tmp_path, "out", "FILE:converse")
     settings = [word for word in settings if not word.startswith(("data.train", "log."))]
     settings += ["data.eval=synthetic://addition?low=0&high=1&count=3", "eval.num_samples=2"]
     for verb, name in (("eval", "eval/*/eval.jsonl"), ("generate", "generate/*/generated.jsonl")):
@@ -682,5 +682,5 @@ def test_an_environment_that_cannot_be_built_or_opened_ends_the_job_with_one_lin
     closed = "class Shop:\n    def open(self, row):\n        raise ConnectionError('not on Sundays')\n"
     (tmp_path / "closed.py").write_text(closed)
     function = function.replace("closed.py", str(tmp_path / "closed.py"))
-    job = run_job(verb, tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", f"environment.function={function}")
+    job = run_job(verb, inline_config(tmp_path), f"run.dir={tmp_path / 'run'}", f"environment.function={function}")
     assert job.returncode == 2 and problem in job.stderr and "Traceback" not in job.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, summary_of
 
 from spmdrl.config.config import EvalConfig
 from spmdrl.job.evaluator import evaluation_of
@@ -80,7 +80,7 @@ def test_huge_rewards_have_a_finite_mean():
 
 
 def test_eval_and_generate_leave_the_summary_of_a_training_run_alone(tmp_path: Path):
-    config, run = tiny_config(tmp_path), tmp_path / "run"
+    config, run = inline_config(tmp_path), tmp_path / "run"
     passes = ["eval.num_samples=4", "eval.pass_at=[1, 3]", "eval.interval=2"]
     trained = finished(run_job("train", config, f"run.dir={run}", EVAL, "eval.before_train=true", *passes))
     # Shares of digits are no verdicts.

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, untimed, weights_digest
 
 from spmdrl.dataflow.samples.balancing.length_history import LENGTHS
 
@@ -19,7 +19,7 @@ SETTINGS = ("data.train=synthetic://addition?low=0&high=9&count=16", f"train.max
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_that_is_resumed_in_its_second_epoch_deals_as_the_whole_one_and_ends_with_the_same_bits(tmp_path: Path):
-    settings = [tiny_config(tmp_path), *SETTINGS, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=3"]
+    settings = [inline_config(tmp_path), *SETTINGS, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=3"]
     finished(run_job("train", *settings, ranks=2))
     checkpoints = tmp_path / "run" / "checkpoints"
     whole, digest = metrics_of(tmp_path / "run"), weights_digest(tmp_path / "run", STEPS)
@@ -40,7 +40,7 @@ def test_tokens_are_the_same_whichever_replica_draws_them_and_costs_are_dealt_mo
         # The policy hardly moves, so that all that differs is who generates what, beside which rows, in which order.
         finished(
             run_job(
-                "train", tiny_config(tmp_path), *SETTINGS, f"run.dir={folder}", f"dock.balance={balance}",
+                "train", inline_config(tmp_path), *SETTINGS, f"run.dir={folder}", f"dock.balance={balance}",
                 "optim.lr=1e-30", "log.samples_per_step=1000", ranks=2,
             )
         )  # fmt: skip

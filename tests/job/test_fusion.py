@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, untimed, weights_digest
 
 from spmdrl.observability.timeline import Span, read_timeline
 
@@ -77,7 +77,7 @@ CASES = {
     ],
 )
 def test_rows_losses_and_weights_are_those_of_the_unfused_run(tmp_path, ranks, more):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     finished(run_job("train", config, *settings_of(tmp_path, "fused"), *more, ranks=ranks))
     finished(run_job("train", config, *settings_of(tmp_path, "after"), *more, "dock.fuse=false", ranks=ranks))
     assert results_of(tmp_path / "fused") == results_of(tmp_path / "after")

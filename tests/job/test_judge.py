@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, memory_at_ends, metrics_of, run_job, untimed, weights_digest
 
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.nouns.settings.role_configs import JudgeConfig
@@ -33,7 +33,7 @@ def judge(tmp_path_factory) -> Path:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [OTHER, f"data.train={folder / 'rows.jsonl'}", f"run.dir={folder / 'run'}"]
     settings += ["sft={max_steps: 30, rows_per_step: 64, optim: {lr: 3e-3}}"]
-    finished(run_job("sft", tiny_config(folder), *settings))
+    finished(run_job("sft", inline_config(folder), *settings))
     return folder / "run"
 
 
@@ -49,7 +49,7 @@ def whole(judge, tmp_path_factory) -> Path:
     """A run of four steps on two ranks."""
     folder = tmp_path_factory.mktemp("whole")
     settings = [*judged(judge), f"run.dir={folder / 'run'}", "log.samples_per_step=32", "reshard.swap=always"]
-    finished(run_job("train", tiny_config(folder), *settings, ranks=2))
+    finished(run_job("train", inline_config(folder), *settings, ranks=2))
     return folder
 
 
@@ -82,7 +82,7 @@ def test_rewards_are_what_transformers_greedy_verdicts_say(judge, whole):
 @pytest.mark.ranks
 def test_one_rank_judges_as_two(judge, whole, tmp_path):
     settings = [*judged(judge), "train.max_steps=2", f"run.dir={tmp_path / 'run'}", "reshard.swap=never"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     for alone, together in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=False):
         assert {name: alone[name] for name in LEARNT} == pytest.approx({name: together[name] for name in LEARNT}, 1e-4)
 
@@ -94,9 +94,9 @@ def test_a_judged_run_that_died_goes_on_to_the_last_bit_but_under_no_other_judge
     # As if the job had died before the last checkpoint was written.
     shutil.rmtree(run / "checkpoints/step_000004")
     settings = [*judged(judge), f"run.dir={run}", "log.samples_per_step=32", "reshard.swap=always"]
-    other = run_job("train", tiny_config(tmp_path), *settings, f"reward.judge.path={whole / 'run/initial_model'}")
+    other = run_job("train", inline_config(tmp_path), *settings, f"reward.judge.path={whole / 'run/initial_model'}")
     assert other.returncode == 2 and "the judge's weights was" in other.stderr
-    finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     assert weights_digest(run, 4) == weights_digest(whole / "run", 4)
     assert untimed(metrics_of(run)) == untimed(metrics_of(whole / "run"))
 
@@ -105,7 +105,7 @@ def test_a_judged_run_that_died_goes_on_to_the_last_bit_but_under_no_other_judge
 @pytest.mark.slow
 def test_two_ranks_that_share_a_judge_judge_as_one(judge, whole, tmp_path):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "reward.judge.layout={tensor: 2}"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     assert "judge tensor 2" in job.stdout
     for shared, own in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
         expected = {name: own[name] for name in LEARNT}
@@ -118,7 +118,7 @@ def test_two_ranks_that_share_a_judge_judge_as_one(judge, whole, tmp_path):
 )
 def test_a_judge_that_a_layout_cant_cut_is_refused(judge, tmp_path, layout, problem):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"reward.judge.layout={layout}"]
-    job = run_job("train", tiny_config(tmp_path), *settings, ranks=2)
+    job = run_job("train", inline_config(tmp_path), *settings, ranks=2)
     assert job.returncode == 2 and "reward.judge.layout" in job.stderr and problem in job.stderr
 
 
@@ -131,7 +131,7 @@ def test_the_ledger_has_a_judge_on_the_host_and_its_cache_in_its_own_state(whole
 
 def test_a_judge_may_be_the_only_one_who_rewards(judge, tmp_path):
     settings = [*judged(judge), "reward.functions=[]", "train.max_steps=1", "log.samples_per_step=32"]
-    finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}"))
+    finished(run_job("train", inline_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}"))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     parts = [sample["parts"].get("judge") for sample in samples]
     assert [sample["reward"] for sample in samples] == [part if part is None else 2.0 * part for part in parts]
@@ -140,7 +140,7 @@ def test_a_judge_may_be_the_only_one_who_rewards(judge, tmp_path):
 
 def test_questions_that_the_judge_has_no_positions_for_are_counted(judge, tmp_path):
     long = [*judged(judge), "reward.judge.template='{response}" + "1" * 44 + "?'", "train.max_steps=1"]
-    finished(run_job("train", tiny_config(tmp_path), *long, f"run.dir={tmp_path / 'run'}"))
+    finished(run_job("train", inline_config(tmp_path), *long, f"run.dir={tmp_path / 'run'}"))
     (step,) = metrics_of(tmp_path / "run")
     # All but responses without text.
     assert step["judge/unasked"] > 20 and step["reward/unscored_ratio"] >= step["judge/unasked"] / 32
@@ -157,5 +157,5 @@ def test_questions_that_the_judge_has_no_positions_for_are_counted(judge, tmp_pa
     ],
 )
 def test_a_judge_that_could_not_work_is_refused(judge, tmp_path, settings, message):
-    refused = run_job("train", tiny_config(tmp_path), *judged(judge), *settings, f"run.dir={tmp_path / 'run'}")
+    refused = run_job("train", inline_config(tmp_path), *judged(judge), *settings, f"run.dir={tmp_path / 'run'}")
     assert refused.returncode == 2 and re.search(re.escape(message), refused.stderr.replace("\n", " ")), refused.stderr

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import begin_job, finished, run_job, tiny_config
+from tests.support.jobs import begin_job, finished, inline_config, run_job
 from tests.support.ranks import end, run_ranks
 
 from spmdrl.job.rollouts.kept_answers import FOLDER, KeptAnswers
@@ -93,7 +93,7 @@ def kill_in_the_middle(settings: list[str | Path], folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "killed"
+    config, folder = inline_config(tmp_path), tmp_path / "killed"
     settings = [config, *SETTINGS, f"run.dir={folder}"]
     left = kill_in_the_middle(settings, folder)
     assert 32 <= len(left) < NUM_ROWS and not any(folder.glob("generate/*/generated.jsonl"))
@@ -117,7 +117,7 @@ def test_a_killed_generate_leaves_its_answers_and_the_same_command_again_goes_on
 
 
 def test_resume_never_puts_the_answers_of_an_interrupted_generate_aside(tmp_path, world):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     few = ["data.eval=synthetic://addition?low=0&high=9&count=5&split=test", f"run.dir={folder}"]
     finished(run_job("generate", config, *few))
     [path] = folder.glob("generate/*/generated.jsonl")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, untimed
 from torch import Tensor
 
 # A reference without a second model, a critic whose weights are all trained, and a switch that moves all it can.
@@ -38,14 +38,14 @@ def whole(tmp_path_factory) -> Path:
     """A run of four steps on two ranks with the swap."""
     folder = tmp_path_factory.mktemp("lora")
     settings = [f"run.dir={folder / 'run'}", "checkpoint.interval=2", "reshard.swap=always"]
-    finished(run_job("train", tiny_config(folder), *TINY, *settings, ranks=2))
+    finished(run_job("train", inline_config(folder), *TINY, *settings, ranks=2))
     return folder
 
 
 @pytest.mark.ranks
 def test_one_rank_and_two_with_the_swap_train_the_same_adapters(whole, tmp_path):
     run = tmp_path / "run"
-    finished(run_job("train", tiny_config(tmp_path), *TINY, "train.max_steps=2", f"run.dir={run}"))
+    finished(run_job("train", inline_config(tmp_path), *TINY, "train.max_steps=2", f"run.dir={run}"))
     for alone, together in zip(metrics_of(run), metrics_of(whole / "run"), strict=False):
         assert {name: alone[name] for name in ALIKE} == pytest.approx({name: together[name] for name in ALIKE}, 1e-4)
         assert together["mismatch/abs_max"] < 1e-4
@@ -92,7 +92,7 @@ def adapter_elements(run: Path) -> dict[str, int]:
 def test_generation_with_merged_weights_trains_the_same(whole, tmp_path):
     run = tmp_path / "run"
     settings = ["lora.merge=true", "train.max_steps=2", "reshard.swap=always", f"run.dir={run}"]
-    finished(run_job("train", tiny_config(tmp_path), *TINY, *settings, ranks=2))
+    finished(run_job("train", inline_config(tmp_path), *TINY, *settings, ranks=2))
     for merged, unmerged in zip(metrics_of(run), metrics_of(whole / "run"), strict=False):
         assert {name: merged[name] for name in ALIKE} == pytest.approx({name: unmerged[name] for name in ALIKE}, 1e-4)
         assert merged["mismatch/abs_max"] < 1e-4
@@ -158,7 +158,7 @@ def test_a_run_that_died_goes_on_with_the_same_adapters_to_the_last_bit(whole, t
     # As if the job had died before the last checkpoint was written.
     shutil.rmtree(run / "checkpoints/step_000004")
     settings = [f"run.dir={run}", "checkpoint.interval=2", "reshard.swap=always"]
-    resumed = finished(run_job("train", tiny_config(tmp_path), *TINY, *settings, ranks=2))
+    resumed = finished(run_job("train", inline_config(tmp_path), *TINY, *settings, ranks=2))
     assert "resumed from" in resumed.stdout
     for model in ("model", "critic/model"):
         found, expected = weights_of(run, 4, model), weights_of(whole / "run", 4, model)
@@ -172,14 +172,14 @@ def test_a_run_that_died_goes_on_with_the_same_adapters_to_the_last_bit(whole, t
 @pytest.mark.parametrize("lora", ["lora.rank=4", "lora=null", "lora.targets=[q_proj]"])
 def test_a_run_is_not_gone_on_with_under_other_adapters(whole, tmp_path, lora):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    refused = run_job("train", tiny_config(tmp_path), *TINY, lora, "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
+    refused = run_job("train", inline_config(tmp_path), *TINY, lora, "train.max_steps=6", f"run.dir={tmp_path / 'run'}")
     assert refused.returncode == 2 and "lora was 'rank 3, alpha 6, all projections' and is" in refused.stderr
 
 
 def test_online_dpo_begins_with_pairs_that_policy_and_reference_find_alike(tmp_path):
     run = tmp_path / "run"
     settings = ["lora={}", "algo.name=online_dpo", "optim.lr=1e-2", "train.max_steps=2", f"run.dir={run}"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     first, second = metrics_of(run)
     # -log sigmoid(0), as adapters that are off are those that haven't learnt yet.
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -189,7 +189,7 @@ def test_online_dpo_begins_with_pairs_that_policy_and_reference_find_alike(tmp_p
 def test_a_supervised_start_is_merged_into_the_model_that_training_with_rewards_begins_with(tmp_path):
     run = tmp_path / "run"
     settings = ["lora.targets=[q_proj,v_proj]", "sft={max_steps: 2, optim: {lr: 1e-2}}", "algo.kl_coef=0.1"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, "train.max_steps=1", f"run.dir={run}"))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, "train.max_steps=1", f"run.dir={run}"))
     assert "scale 32 / 32 | q_proj, v_proj" in job.stdout
     warm = run / "warm_start"
     started, initial = weights_of(warm, 2), load_file(warm / "initial_model/model.safetensors")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.bench.faults.planned_faults import VARIABLE
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 
 from spmdrl.engines.training.microbatch import MemoryRanOut, MicrobatchLimit
 from spmdrl.job.model.update_troubles import LIMIT_FILE
@@ -20,7 +20,7 @@ ALIKE = ("loss", "grad_norm", "entropy", "reward", "update/skipped", "dock/train
 
 
 def train(tmp_path: Path, name: str, *settings: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    return run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / name}", *SMALL, *settings, ranks=ranks)
+    return run_job("train", inline_config(tmp_path), f"run.dir={tmp_path / name}", *SMALL, *settings, ranks=ranks)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from tests.bench.faults.planned_faults import VARIABLE
 from tests.engines.training.tiny import make_rows
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 
 from spmdrl.job.model.update_troubles import SkippedBatches
 from spmdrl.observability.health import counts_so_far, too_many_skips
@@ -39,7 +39,7 @@ def trainer_of(run: Path, step: int) -> dict[str, object]:
 def test_nan_on_one_rank_is_skipped_on_all_and_its_rows_are_kept(tmp_path, monkeypatch, stage, broken, setting):
     run = tmp_path / "run"
     monkeypatch.setenv(VARIABLE, f"{stage}:1:2:nan")
-    job = finished(run_job("train", tiny_config(tmp_path), f"run.dir={run}", setting, *KEEPING, ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), f"run.dir={run}", setting, *KEEPING, ranks=2))
     skipped = [step["update/skipped"] for step in metrics_of(run)]
     num_updates = metrics_of(run)[1]["update/count"]
     assert skipped[0] == skipped[2] == 0 and skipped[1] == (num_updates if broken else 1)
@@ -77,14 +77,14 @@ def test_rows_of_the_first_skipped_updates_of_a_run_are_kept_and_no_others(tmp_p
 @pytest.mark.ranks
 def test_a_reward_that_is_nan_leaves_its_row_out(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, "reward:1:2:nan")
-    finished(run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", ranks=2))
+    finished(run_job("train", inline_config(tmp_path), f"run.dir={tmp_path / 'run'}", ranks=2))
     steps = metrics_of(tmp_path / "run")
     assert [(step["dock/dropped"], step["update/skipped"]) for step in steps] == [(0, 0), (1, 0), (0, 0)]
 
 
 def test_too_many_skipped_updates_end_the_run_with_a_way_out(tmp_path):
     settings = ("optim.weight_decay=1e33", "train.max_skipped_in_a_row=2", "train.max_steps=9")
-    job = run_job("train", tiny_config(tmp_path), f"run.dir={tmp_path / 'run'}", *settings)
+    job = run_job("train", inline_config(tmp_path), f"run.dir={tmp_path / 'run'}", *settings)
     assert job.returncode == 2 and "Traceback" not in job.stderr
     assert (
         "spmdrl: 2 updates in a row were skipped, loss " in job.stderr and "lower optim.lr (1.0e-3 now)" in job.stderr

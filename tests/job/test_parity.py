@@ -6,7 +6,7 @@ import json
 from statistics import fmean
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 
 
 @pytest.mark.ranks
@@ -16,7 +16,7 @@ def test_every_step_and_every_shown_token_tell_of_mismatch_and_age(tmp_path):
         f"run.dir={folder}", "algo.rollout_is=seq-mask-tis", "rollout.num_generations=4", "log.samples_per_step=5",
         "train.updates_per_step=2", "train.skip_zero_advantage=false",
     ]  # fmt: skip
-    finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     steps = metrics_of(folder)
     for step in steps:
         assert 0 < step["mismatch/abs_mean"] <= step["mismatch/abs_max"] < 1e-5
@@ -67,7 +67,7 @@ def test_generator_and_trainer_agree_to_the_last_bit(tmp_path, ranks, model, num
         f"run.dir={folder}", "debug.batch_invariant=true", "train.epochs_per_step=2", f"train.max_steps={num_steps}",
         *LONG, *MODELS[model],
     ]  # fmt: skip
-    finished(run_job("train", tiny_config(tmp_path), *settings, ranks=ranks))
+    finished(run_job("train", inline_config(tmp_path), *settings, ranks=ranks))
     steps = metrics_of(folder)
     assert len(steps) == num_steps
     assert all(step["mismatch/abs_max"] == 0 and step["grad_norm"] > 0 for step in steps)

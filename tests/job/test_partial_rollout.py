@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, untimed, weights_digest
 
 LONG = [
     "model.make.max_position_embeddings=64", "rollout.max_completion_length=48", "rollout.partial_max_rounds=3",
@@ -16,7 +16,7 @@ LONG = [
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_that_dies_between_two_checkpoints_goes_on_to_the_bit(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", *LONG, "checkpoint.keep_last=9"]
     started = finished(run_job("train", config, *settings, ranks=2)).stdout
     assert "which prompts a step trains depends on the number of replicas (2 here)" in started
@@ -46,7 +46,7 @@ def test_a_run_that_dies_between_two_checkpoints_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.ranks
 def test_kept_rollouts_bring_their_steps_pending_groups(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", *LONG, "train.max_steps=4", "checkpoint.keep_rollouts=true"]
     finished(run_job("train", config, *settings, ranks=2))
     whole, digest = metrics_of(folder), weights_digest(folder, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engines.training.tiny import CONFIG, LATENT, OPTIM, SPARSE
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 from tests.support.ranks import run_ranks
 
 from spmdrl.dataflow.resharding.flow import ReshardingFlow
@@ -131,7 +131,7 @@ def test_weights_in_wrong_places_are_refused_on_every_rank_before_anything_is_ge
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_job_probes_each_switch_of_a_resumed_run_and_its_evaluations(tmp_path):
-    folder, config = tmp_path / "run", tiny_config(tmp_path)
+    folder, config = tmp_path / "run", inline_config(tmp_path)
     settings = [
         f"run.dir={folder}", "resources.update.pipeline=2", "resources.generation.tensor=1", "eval.before_train=true",
         "data.eval=synthetic://addition?low=0&high=9&count=5&split=test", "rollout.temperature=0.7",
@@ -149,5 +149,5 @@ def test_a_job_probes_each_switch_of_a_resumed_run_and_its_evaluations(tmp_path)
 def test_evaluations_of_supervised_training_are_probed(tmp_path):
     folder = tmp_path / "run"
     settings = ["data.eval=synthetic://addition?low=0&high=9&count=5&split=test", "sft.max_steps=2"]
-    finished(run_job("sft", tiny_config(tmp_path), f"run.dir={folder}", *settings))
+    finished(run_job("sft", inline_config(tmp_path), f"run.dir={folder}", *settings))
     assert 0 <= metrics_of(folder)[-1]["mismatch/probe_abs_max"] < 1e-5

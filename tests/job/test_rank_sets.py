@@ -14,9 +14,9 @@ from tests.bench.rollout.ahead_delays import delay_at_random
 from tests.job.test_stopping import STOPPED, ask_after_steps, die_after_steps
 from tests.support.jobs import (
     finished,
+    inline_config,
     metrics_of,
     run_job,
-    tiny_config,
     untimed,
     weights_digest,
 )
@@ -49,7 +49,7 @@ class Row:
 
 
 def run(folder: Path, *settings: str, ranks: int = 2, **more: Any) -> list[dict[str, float]]:
-    config, turns = tiny_config(folder.parent), folder.parent / "turns.py"
+    config, turns = inline_config(folder.parent), folder.parent / "turns.py"
     turns.write_text(TURNS)
     settings = tuple(word.replace("TURNS", f"{turns}:Turns") for word in settings)
     job = finished(run_job("train", config, f"run.dir={folder}", *settings, ranks=ranks, **more))
@@ -193,7 +193,7 @@ def test_a_resumed_run_trains_the_rows_that_were_generated_ahead(tmp_path, lag):
 def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path):
     settings = [*APART, "rollout.lag=1", "checkpoint.interval=1", "train.max_steps=12"]
     whole = run(tmp_path / "whole", *settings)
-    config, folder = tiny_config(tmp_path), tmp_path / "killed"
+    config, folder = inline_config(tmp_path), tmp_path / "killed"
     for step in (1, 4):
         kill = partial(die_after_steps, folder / "metrics.jsonl", step)
         killed = run_job("train", config, f"run.dir={folder}", *settings, ranks=2, prepare=kill)
@@ -209,7 +209,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_bit(tmp_path):
 def test_a_requested_stop_ends_the_run_at_a_meeting(tmp_path):
     settings = [*APART, "rollout.lag=1", "train.max_steps=16"]
     whole, folder = run(tmp_path / "whole", *settings), tmp_path / "stopped"
-    ask, config = partial(ask_after_steps, folder / "metrics.jsonl", 3), tiny_config(tmp_path)
+    ask, config = partial(ask_after_steps, folder / "metrics.jsonl", 3), inline_config(tmp_path)
     stopped = run_job("train", config, f"run.dir={folder}", *settings, ranks=2, prepare=ask)
     assert stopped.returncode == STOPPED, stopped.stderr
     num_done = len(metrics_of(folder))
@@ -254,7 +254,7 @@ def test_a_step_is_replayed_in_one_process_unless_it_was_generated_ahead(tmp_pat
     ],
 )
 def test_what_sets_cannot_serve_is_refused_by_name(tmp_path, settings, ranks, reason):
-    ended = run_job("check", tiny_config(tmp_path), f"run.dir={tmp_path}/run", f"--ranks={ranks}", *settings)
+    ended = run_job("check", inline_config(tmp_path), f"run.dir={tmp_path}/run", f"--ranks={ranks}", *settings)
     assert (ended.returncode == 0) == (not reason), ended.stderr
     assert reason in ended.stderr
 
@@ -269,7 +269,7 @@ def test_what_sets_cannot_serve_is_refused_by_name(tmp_path, settings, ranks, re
 )
 def test_a_lag_is_corrected_unless_the_loss_takes_none(tmp_path, settings, line):
     settings = [*settings, "resources.ranks.generation=1", "rollout.lag=1", "--ranks=2", "--all"]
-    page = finished(run_job("check", tiny_config(tmp_path), f"run.dir={tmp_path}/run", *settings)).stdout
+    page = finished(run_job("check", inline_config(tmp_path), f"run.dir={tmp_path}/run", *settings)).stdout
     assert line in (row.strip() for row in page.splitlines())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, summary_of, untimed, weights_digest
 
 WANTED, GROUP, REFILLS, STEPS = 8, 4, 3, 4
 ORDER = [f"{number}" for number in range(40)]
@@ -27,7 +27,7 @@ def config_of(folder: Path) -> list[str]:
     rows = [{"prompt": f"{left}+", "answer": left, "id": left} for left in ORDER]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [
-        str(tiny_config(folder)), f"data.train={folder}/rows.jsonl", "data.shuffle=false",
+        str(inline_config(folder)), f"data.train={folder}/rows.jsonl", "data.shuffle=false",
         f"reward.functions=[{folder}/right.py:begins_low]", f"algo={{name: dapo, max_refills: {REFILLS}}}",
         f"rollout.prompts_per_step={WANTED}", f"train.max_steps={STEPS}", "train.updates_per_step=2",
         "checkpoint.interval=1", "checkpoint.keep_last=9", "log.samples_per_step=1000",

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 from tests.support.ranks import run_ranks
 
 from spmdrl.config.config import load_config
@@ -23,7 +23,7 @@ LEARNT = ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "
 
 def trained(folder: Path, *settings: str) -> list[dict]:
     """The metrics of a tiny run on 2 ranks, whose banner counts its replicas."""
-    job = finished(run_job("train", tiny_config(folder.parent), f"run.dir={folder}", *SETTINGS, *settings, ranks=2))
+    job = finished(run_job("train", inline_config(folder.parent), f"run.dir={folder}", *SETTINGS, *settings, ranks=2))
     num_replicas = 1 if "resources.generation.tensor=2" in settings else 2
     assert re.search(rf"\| generation .*\b{num_replicas} replicas? \|", job.stdout), job.stdout
     return metrics_of(folder)
@@ -68,7 +68,7 @@ def test_experts_that_are_spread_learn_what_whole_ones_do(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_generate_gives_each_answer_once_on_any_replicas(tmp_path):
-    config = tiny_config(tmp_path)
+    config = inline_config(tmp_path)
     answers = {}
     for ranks, tensor in ((1, 1), (2, 1), (2, 2)):
         folder = tmp_path / f"{ranks}_{tensor}"

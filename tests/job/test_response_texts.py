@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 
 from spmdrl.engines.generation.replay import read_rollouts
 from spmdrl.engines.models.make_model import MakeConfig, make_model_folder
@@ -26,7 +26,7 @@ def test_special_tokens_are_kept_for_rewards_and_records_unless_they_are_skipped
     (tmp_path / "marks.py").write_text(MARKS)
     settings = [f"reward.functions=[{tmp_path / 'marks.py'}:marks]", f"reward.special_tokens={kept}"]
     settings += ["train.max_steps=1", "log.samples_per_step=32", f"run.dir={tmp_path / 'run'}"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     for sample in samples_of(tmp_path):
         marked = "<bos>" in sample["response"] or "<unk>" in sample["response"]
         assert sample["reward"] == marked
@@ -46,7 +46,7 @@ def test_ids_without_a_token_are_counted_at_the_start_and_never_sampled(tmp_path
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = [f"model.path={folder}", "model.make=null", "train.max_steps=1", f"run.dir={tmp_path / 'run'}"]
     settings += [f"debug.rollouts_to={tmp_path / 'rows'}", "rollout.top_p=0.99"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings))
+    job = finished(run_job("train", inline_config(tmp_path), *settings))
     assert f"vocabulary: 10 of the model's {len(vocab) + 10} ids have no token; they are never sampled\n" in job.stdout
     assert (
         "NOTE: log-probs are trained as they are without rollout.top_p=0.99, by which tokens are sampled" in job.stdout

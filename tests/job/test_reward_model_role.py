@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, memory_at_ends, metrics_of, run_job, untimed, weights_digest
 
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 
@@ -24,7 +24,7 @@ def judge(tmp_path_factory) -> Path:
         "data.train=synthetic://addition?low=0&high=9&count=40&max_error=5",
         "reward_model={max_steps: 30, rows_per_step: 16, optim: {lr: 3.0e-3}}",
     ]
-    finished(run_job("reward-model", tiny_config(folder), *settings, f"run.dir={folder / 'run'}"))
+    finished(run_job("reward-model", inline_config(folder), *settings, f"run.dir={folder / 'run'}"))
     return folder / "run"
 
 
@@ -37,7 +37,7 @@ def whole(judge, tmp_path_factory) -> Path:
     """A run of four steps on two ranks with the swap."""
     folder = tmp_path_factory.mktemp("whole")
     settings = [*judged(judge), f"run.dir={folder / 'run'}", "reshard.swap=always", "log.samples_per_step=32"]
-    finished(run_job("train", tiny_config(folder), *settings, ranks=2))
+    finished(run_job("train", inline_config(folder), *settings, ranks=2))
     return folder
 
 
@@ -74,7 +74,7 @@ def test_the_scores_are_those_of_transformers_and_a_part_of_the_reward(judge, wh
 )
 def test_under_a_layout_of_its_own_it_scores_as_under_the_policys(judge, whole, tmp_path, layout, swap):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, f"reward.model.layout={layout}", ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, f"reward.model.layout={layout}", ranks=2))
     assert f"reward_model {layout[1:-1].replace(':', '')}" in job.stdout
     for own, shared in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
         expected = {name: shared[name] for name in LEARNT}
@@ -84,7 +84,7 @@ def test_under_a_layout_of_its_own_it_scores_as_under_the_policys(judge, whole, 
 @pytest.mark.ranks
 def test_one_rank_and_two_with_the_swap_are_rewarded_alike(judge, whole, tmp_path):
     settings = [*judged(judge), f"run.dir={tmp_path / 'run'}", "reshard.swap=never"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     for alone, together in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
         expected = {name: together[name] for name in LEARNT}
         assert {name: alone[name] for name in LEARNT} == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -101,7 +101,7 @@ def test_the_model_is_on_the_device_inside_its_own_state_alone(whole):
 @pytest.mark.ranks
 def test_a_run_that_died_goes_on_to_the_last_bit_and_only_with_the_same_model(judge, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    run, config = tmp_path / "run", tiny_config(tmp_path)
+    run, config = tmp_path / "run", inline_config(tmp_path)
     # As if the job had died before the last checkpoint was written.
     shutil.rmtree(run / "checkpoints/step_000004")
     other = tmp_path / "other"
@@ -120,7 +120,7 @@ def test_a_run_that_died_goes_on_to_the_last_bit_and_only_with_the_same_model(ju
 
 def test_the_policy_learns_what_the_model_alone_rewards(judge, tmp_path):
     settings = [f"reward.model.path={judge}", "reward.functions=[]", "train.max_steps=25", "optim.lr=0.01"]
-    finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}"))
+    finished(run_job("train", inline_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}"))
     scores = [step["reward"] for step in metrics_of(tmp_path / "run")]
     assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.5, scores
 
@@ -131,7 +131,7 @@ def test_a_response_that_no_function_applies_to_has_the_reward_models_score(judg
     )
     settings = [f"reward.functions=[{tmp_path / 'some.py'}:some]", f"reward.model.path={judge}", "train.max_steps=1"]
     settings += ["algo.name=gdpo", "log.samples_per_step=32", f"run.dir={tmp_path / 'run'}"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     assert {sample["parts"].get("some") for sample in samples} == {1.0, None}
     for sample in samples:
@@ -141,7 +141,7 @@ def test_a_response_that_no_function_applies_to_has_the_reward_models_score(judg
 
 
 def test_what_can_not_be_a_reward_model_is_refused(judge, tmp_path):
-    config, model = tiny_config(tmp_path), judge / "checkpoints/step_000030/model"
+    config, model = inline_config(tmp_path), judge / "checkpoints/step_000030/model"
 
     def refused(*settings: str) -> str:
         job = run_job("train", config, f"run.dir={tmp_path / 'run'}", *settings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.engines.generation.support import TINY, prompt_of, request, run, small_rollout
 from tests.support.chosen_device import chosen_device
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job
 from torch import Tensor
 
 from spmdrl.algorithms.table import build_algorithm
@@ -183,7 +183,7 @@ def test_recordings_without_choices_are_refused(key):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_job_trains_under_the_experts_of_its_rollouts(tmp_path, ranks):
     spread = [f"resources.update.expert={ranks}", f"run.dir={tmp_path / 'run'}"]
-    finished(run_job("train", tiny_config(tmp_path), *JOB, *spread, ranks=ranks))
+    finished(run_job("train", inline_config(tmp_path), *JOB, *spread, ranks=ranks))
     metrics = metrics_of(tmp_path / "run")
     assert len(metrics) == 2
     for step in metrics:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import begin_job, finished, run_job, summary_of, tiny_config
+from tests.support.jobs import begin_job, finished, inline_config, run_job, summary_of
 from tests.support.ranks import end
 
 from spmdrl.engines.training.checkpoints.manifest import Manifest, describe_file, read_manifest
@@ -31,7 +31,7 @@ def fn(completions, **columns):
 def finished_run(tmp_path_factory):
     """A finished run of 3 steps with a checkpoint at each of the last two, and its config."""
     folder = tmp_path_factory.mktemp("finished")
-    config = tiny_config(folder)
+    config = inline_config(folder)
     finished(run_job("train", config, f"run.dir={folder / 'run'}", "checkpoint.interval=1"))
     return config, folder / "run"
 
@@ -131,7 +131,7 @@ def test_a_run_that_was_killed_is_said_to_have_been(run_copy):
 def test_a_job_in_a_folder_that_another_process_holds_is_refused_on_all_its_ranks(tmp_path):
     folder = tmp_path / "run"
     with held(folder):
-        job = run_job("train", tiny_config(tmp_path), f"run.dir={folder}", ranks=2, prepare=wait_less)
+        job = run_job("train", inline_config(tmp_path), f"run.dir={folder}", ranks=2, prepare=wait_less)
         error = refused(job)
     assert f"in use by process {os.getpid()} on " in error and "set run.dir to another" in error
 
@@ -139,7 +139,7 @@ def test_a_job_in_a_folder_that_another_process_holds_is_refused_on_all_its_rank
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_second_job_in_a_folder_is_refused_and_does_not_disturb_the_first(tmp_path):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     reward = tmp_path / "slow.py"
     reward.write_text(SLOW_REWARD)
     settings = [f"run.dir={folder}", f"reward.functions=[{reward}:fn]", "train.max_steps=50"]
@@ -195,7 +195,7 @@ def test_two_jobs_that_write_the_same_answers_take_turns(run_copy, verb):
     "kind", ["a flipped bit", "broken inside right digests", pytest.param("another run's", marks=pytest.mark.slow)]
 )
 def test_kept_rollouts_that_are_damaged_are_generated_anew_or_refused(tmp_path, kind):
-    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config, folder = inline_config(tmp_path), tmp_path / "run"
     settings = [f"run.dir={folder}", "checkpoint.interval=1", "checkpoint.keep_rollouts=true"]
     finished(run_job("train", config, *settings, "train.max_steps=2"))
     shutil.rmtree(folder / "checkpoints" / "step_000002")
@@ -227,5 +227,5 @@ def rewrite(folder: Path, name: str, content: bytes) -> None:
 def test_a_folder_that_can_not_be_written_to_is_refused_by_its_key(tmp_path, kind):
     (tmp_path / "file").write_text("")
     folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "run"}.get(kind, Path("/proc/run"))
-    error = refused(run_job("train", tiny_config(tmp_path), f"run.dir={folder}"))
+    error = refused(run_job("train", inline_config(tmp_path), f"run.dir={folder}"))
     assert f"run.dir makes {folder} the run's folder, but it can't be written to" in error

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, memory_at_ends, metrics_of, run_job, tiny_config, untimed, weights_digest
+from tests.support.jobs import finished, inline_config, memory_at_ends, metrics_of, run_job, untimed, weights_digest
 
 LARGER = (
     "model.make={hidden_size: 48, num_hidden_layers: 3, num_attention_heads: 2, num_key_value_heads: 1, "
@@ -22,7 +22,7 @@ def teacher(tmp_path_factory) -> Path:
     """The folder of a run that taught a larger model to add."""
     folder = tmp_path_factory.mktemp("teacher")
     settings = [LARGER, "sft={max_steps: 30, rows_per_step: 64, optim: {lr: 3e-3}}", f"run.dir={folder / 'run'}"]
-    finished(run_job("sft", tiny_config(folder), *settings))
+    finished(run_job("sft", inline_config(folder), *settings))
     return folder / "run"
 
 
@@ -38,7 +38,7 @@ def whole(teacher, tmp_path_factory) -> Path:
     """A run of four steps on two ranks with the swap."""
     folder = tmp_path_factory.mktemp("whole")
     settings = [*distilled(teacher), f"run.dir={folder / 'run'}", "reshard.swap=always"]
-    finished(run_job("train", tiny_config(folder), *settings, ranks=2))
+    finished(run_job("train", inline_config(folder), *settings, ranks=2))
     return folder
 
 
@@ -47,7 +47,7 @@ def test_the_policy_comes_near_its_teacher_and_rewards_count_for_nothing(teacher
     (tmp_path / "none.py").write_text("def none(completions, **columns):\n    return [None] * len(completions)\n")
     settings = [*distilled(teacher), "train.max_steps=40", "checkpoint.interval=0", f"run.dir={tmp_path / 'run'}"]
     settings += [f"reward.functions=[{tmp_path / 'none.py'}:none]", "optim.lr=0.01"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     distances = [step["teacher/kl"] for step in metrics_of(tmp_path / "run")]
     assert sum(distances[-3:]) < 0.6 * sum(distances[:3]), distances
 
@@ -56,7 +56,7 @@ def test_the_policy_comes_near_its_teacher_and_rewards_count_for_nothing(teacher
 @pytest.mark.slow
 def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
     settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", "reshard.swap=never"]
-    finished(run_job("train", tiny_config(tmp_path), *settings))
+    finished(run_job("train", inline_config(tmp_path), *settings))
     for alone, together in zip(metrics_of(tmp_path / "run"), metrics_of(whole / "run"), strict=True):
         assert {name: alone[name] for name in LEARNT} == pytest.approx({name: together[name] for name in LEARNT}, 1e-4)
 
@@ -72,7 +72,7 @@ def test_one_rank_and_two_with_the_swap_distil_alike(teacher, whole, tmp_path):
 )
 def test_a_teacher_with_a_layout_of_its_own_rates_as_under_the_policys(teacher, whole, tmp_path, layout, shown, swap):
     settings = [*distilled(teacher), f"run.dir={tmp_path / 'run'}", f"reshard.swap={swap}"]
-    job = finished(run_job("train", tiny_config(tmp_path), *settings, f"teacher.layout={layout}", ranks=2))
+    job = finished(run_job("train", inline_config(tmp_path), *settings, f"teacher.layout={layout}", ranks=2))
     assert f"update shard 2, teacher {shown}" in job.stdout
     shared, own = metrics_of(whole / "run"), metrics_of(tmp_path / "run")
     assert own[0]["teacher/kl"] == pytest.approx(shared[0]["teacher/kl"], 1e-5)
@@ -94,7 +94,7 @@ def test_a_run_that_died_goes_on_to_the_last_bit(teacher, whole, tmp_path):
     # As if the job had died before the last checkpoint was written.
     shutil.rmtree(run / "checkpoints/step_000004")
     settings = [*distilled(teacher), f"run.dir={run}", "reshard.swap=always"]
-    resumed = finished(run_job("train", tiny_config(tmp_path), *settings, ranks=2))
+    resumed = finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
     assert "resumed from" in resumed.stdout
     assert weights_digest(run, 4) == weights_digest(whole / "run", 4)
     swapped = "reshard/swapped_bytes"  # a run that goes on has no copy yet of weights that didn't change
@@ -106,7 +106,7 @@ def test_a_run_that_died_goes_on_to_the_last_bit(teacher, whole, tmp_path):
 def test_a_run_is_not_gone_on_with_under_another_teacher(teacher, whole, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     other = whole / "run/initial_model"
-    refused = run_job("train", tiny_config(tmp_path), *distilled(other), f"run.dir={tmp_path / 'run'}")
+    refused = run_job("train", inline_config(tmp_path), *distilled(other), f"run.dir={tmp_path / 'run'}")
     assert refused.returncode == 2 and "the teacher's weights was" in refused.stderr
 
 
@@ -118,7 +118,7 @@ def alone(teacher, tmp_path_factory) -> Path:
     """A run on one rank that compares whole distributions."""
     folder = tmp_path_factory.mktemp("alone")
     settings = [*distilled(teacher), *WHOLE_DISTRIBUTION, "train.max_steps=30", f"run.dir={folder / 'run'}"]
-    finished(run_job("train", tiny_config(folder), *settings))
+    finished(run_job("train", inline_config(folder), *settings))
     return folder
 
 
@@ -135,7 +135,7 @@ def test_the_policys_distribution_comes_near_the_teachers(alone):
 def test_two_ranks_compare_the_same_distributions(teacher, alone, tmp_path, axis):
     settings = [*distilled(teacher), *WHOLE_DISTRIBUTION, "train.max_steps=2", "checkpoint.interval=0"]
     settings += [f"resources.update={{shard: 1, {axis}: 2}}" if axis != "shard" else "resources.update.shard=2"]
-    finished(run_job("train", tiny_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}", ranks=2))
+    finished(run_job("train", inline_config(tmp_path), *settings, f"run.dir={tmp_path / 'run'}", ranks=2))
     names = ("teacher/divergence", "loss", "grad_norm", "reward", "entropy")
     for one, two in zip(metrics_of(alone / "run"), metrics_of(tmp_path / "run"), strict=False):
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, 1e-4)
@@ -155,7 +155,7 @@ def with_hints(folder: Path) -> list[str]:
 
 @pytest.mark.ranks
 def test_a_policy_teaches_itself_by_a_prompt_with_more_in_it(tmp_path):
-    config, settings, found = tiny_config(tmp_path), with_hints(tmp_path), []
+    config, settings, found = inline_config(tmp_path), with_hints(tmp_path), []
     for column, ranks in (("same", 1), ("hint", 1), ("hint", 2)):
         finished(run_job("train", config, *settings, f"teacher.prompt_column={column}", "resume=never", ranks=ranks))
         found.append([[step[name] for name in LEARNT] for step in metrics_of(tmp_path / "run")])
@@ -169,7 +169,7 @@ def test_a_policy_teaches_itself_by_a_prompt_with_more_in_it(tmp_path):
 
 
 def test_a_prompt_that_the_teacher_can_not_see_is_refused(tmp_path):
-    config, settings = tiny_config(tmp_path), with_hints(tmp_path)
+    config, settings = inline_config(tmp_path), with_hints(tmp_path)
 
     def refused(*more: str) -> str:
         job = run_job("train", config, *settings, *more)
@@ -182,7 +182,7 @@ def test_a_prompt_that_the_teacher_can_not_see_is_refused(tmp_path):
 
 
 def test_a_model_that_can_not_be_the_teacher_is_refused(teacher, tmp_path):
-    config, model = tiny_config(tmp_path), teacher / "initial_model"
+    config, model = inline_config(tmp_path), teacher / "initial_model"
 
     def refused(*settings: str) -> str:
         job = run_job("train", config, f"run.dir={tmp_path / 'run'}", *settings)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.jobs import finished, metrics_of, run_job, summary_of, tiny_config
+from tests.support.jobs import finished, inline_config, metrics_of, run_job, summary_of
 
 REWARDS = """
 def none(completions, **columns):
@@ -20,7 +20,7 @@ def huge(completions, **columns):
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     (tmp_path / "odd.py").write_text(REWARDS)
-    return tiny_config(tmp_path)
+    return inline_config(tmp_path)
 
 
 @pytest.mark.ranks
