@@ -222,7 +222,7 @@ def test_ctrl_c_that_a_callback_swallows_ends_the_run_in_its_step(tmp_path):
 def test_ctrl_c_at_any_moment_of_the_start_is_one_line(tmp_path):
     """Also while modules are imported: some go on half done where an interrupt cuts their own imports short."""
     config = tiny_config(tmp_path)
-    for milliseconds in range(100, 3700, 900):
+    for milliseconds in range(100, 3700, 1200):
         with started(tmp_path, MODULE, str(config), *ENDLESS, "resume=never", launcher=None) as job:
             time.sleep(milliseconds / 1000)
             os.kill(job.process.pid, signal.SIGINT)

@@ -12,7 +12,6 @@ from spmdrl.observability.fault_points import faultpoint
 from spmdrl.runtime.supervision.stop_request import STOPPED
 from tests.bench.faults.fault_jobs import FaultJobs, difference, outcome_of
 from tests.bench.faults.planned_faults import VARIABLE, arm_fault, parse_fault
-from tests.support.jobs import finished, metrics_of, run_job, tiny_config, untimed
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +73,7 @@ def test_values_are_spoilt_in_place_and_files_by_a_bit(tmp_path):
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Jobs of one process, and what one comes to that nothing disturbs."""
-    jobs = FaultJobs(tmp_path_factory.mktemp("jobs"), 1)
+    jobs = FaultJobs(tmp_path_factory.mktemp("jobs"), 1, "reward.isolation=inline")
     assert jobs.run("whole").is_done
     return jobs, outcome_of(jobs.root / "whole")
 
@@ -101,16 +100,3 @@ def test_a_fault_at_any_point_ends_the_job_and_the_same_command_goes_on(jobs, fa
     again = jobs.run(name)
     assert again.is_done, again.screen
     assert difference(whole, outcome_of(jobs.root / name)) is None
-
-
-@pytest.mark.ranks
-def test_a_job_that_is_killed_and_started_again_ends_as_if_nothing_had_happened(tmp_path, monkeypatch):
-    config = tiny_config(tmp_path)
-    runs = [f"run.dir={tmp_path / name}" for name in ("whole", "killed")]
-    finished(run_job("train", config, runs[0], "checkpoint.interval=1"))
-    monkeypatch.setenv(VARIABLE, "dock.put:0:3:sigkill")
-    killed = run_job("train", config, runs[1], "checkpoint.interval=1")
-    assert killed.returncode == -9 and "sigkill at dock.put in step 3 of rank 0 comes now" in killed.stderr
-    monkeypatch.delenv(VARIABLE)
-    finished(run_job("train", config, runs[1], "checkpoint.interval=1"))
-    assert untimed(metrics_of(tmp_path / "whole")) == untimed(metrics_of(tmp_path / "killed"))

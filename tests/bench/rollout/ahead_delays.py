@@ -15,7 +15,7 @@ from pathlib import Path
 from spmdrl.observability import fault_points
 from tests.bench.faults.fault_jobs import difference, outcome_of
 from tests.bench.harness.bench_table import BenchTable
-from tests.support.jobs import metrics_of, run_job, tiny_config
+from tests.support.jobs import inline_config, metrics_of, run_job
 
 MOST_SECONDS = 0.2
 _STEPS = 6
@@ -80,7 +80,7 @@ def _outcome(folder: Path, ranks: int, settings: tuple[str, ...], seed: int | No
     """A run's outcome, and the seconds of its steps."""
     folder.mkdir()
     job = run_job(
-        "train", tiny_config(folder), f"run.dir={folder}/run", *settings, ranks=ranks, timeout=600, kind="cpu",
+        "train", inline_config(folder), f"run.dir={folder}/run", *settings, ranks=ranks, timeout=600, kind="cpu",
         prepare=None if seed is None else partial(delay_at_random, seed),
     )  # fmt: skip
     if job.returncode:
