@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -89,9 +90,15 @@ def modules_of(package: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a tree, which takes longer to walk through than to parse."""
+    return list(ast.walk(tree))
+
+
 def functions_of(tree: ast.Module) -> Iterator[int]:
     """Lines of each function and method, decorators and docstring included, those of nested functions too."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             yield node.end_lineno - node.lineno + 1
@@ -100,7 +107,7 @@ def functions_of(tree: ast.Module) -> Iterator[int]:
 def imports_of(tree: ast.Module, modules: Iterable[str], *, at_top: bool = False) -> set[str]:
     """The package's modules that a module imports; with `at_top`, those that it imports when it is imported itself."""
     known, found = set(modules), set()
-    for node in tree.body if at_top else ast.walk(tree):
+    for node in tree.body if at_top else nodes_of(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -139,7 +146,7 @@ def cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 def names_used(tree: ast.Module) -> Iterator[str]:
     """Names that a module reads, calls or passes, attributes and short texts (`getattr`, tables) included."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -153,11 +160,11 @@ def names_used(tree: ast.Module) -> Iterator[str]:
 def unused(trees: Mapping[str, ast.Module]) -> list[str]:
     """Functions, classes and methods that no module names, but for what a class from elsewhere asks for."""
     used = {name for tree in trees.values() for name in names_used(tree)}
-    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    own = {node.name for tree in trees.values() for node in nodes_of(tree) if isinstance(node, ast.ClassDef)}
     found = []
     for module, tree in trees.items():
         holders: list[ast.Module | ast.ClassDef] = [tree]
-        holders += [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not extends_others(node, own)]
+        holders += [node for node in nodes_of(tree) if isinstance(node, ast.ClassDef) and not extends_others(node, own)]
         found += [
             f"{module}.{node.name}"
             for holder in holders
@@ -198,7 +205,7 @@ def figures(package: Path) -> dict[str, object]:
     }
     product = {name: imports_of(trees[name], modules) for name in modules}
     is_package = {name for name, path in modules.items() if path.name == "__init__.py"}
-    return {
+    found = {
         "lines": sum(
             path.read_text(encoding="utf-8").count("\n") for path in package.rglob("*") if path.suffix in SOURCES
         ),
@@ -219,17 +226,20 @@ def figures(package: Path) -> dict[str, object]:
         ),
         "names_that_only_tests_use": unused(trees),
     }
+    # The trees of the whole package would stay with them.
+    nodes_of.cache_clear()
+    return found
 
 
 def methods_of(trees: Mapping[str, ast.Module]) -> list[tuple[int, str]]:
     """Each class with the number of its methods."""
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees.values() for node in nodes_of(tree) if isinstance(node, ast.ClassDef)]
     return [(sum(isinstance(entry, ast.FunctionDef) for entry in node.body), node.name) for node in classes]
 
 
 def headless(trees: Mapping[str, ast.Module]) -> list[str]:
     """Docstrings and texts of attributes and keys that begin with a question word instead of a verb or a noun."""
-    bodies = [node.body for tree in trees.values() for node in ast.walk(tree) if hasattr(node, "body")]
+    bodies = [node.body for tree in trees.values() for node in nodes_of(tree) if hasattr(node, "body")]
     strings = [
         entry.value.value
         for body in bodies if isinstance(body, list) for entry in body
