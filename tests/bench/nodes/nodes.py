@@ -69,6 +69,7 @@ class StepTimes:
     """Medians over the steps of one variant on one number of nodes."""
 
     step_seconds: float
+    compute_seconds: float
     dispatch_seconds: float
     cpu_seconds: float
     """of the busiest rank; a mean over the steps"""
@@ -81,7 +82,7 @@ class StepTimes:
         compute = [sum(max(state) for state in zip(*sleeps, strict=True)) for sleeps in by_step]
         dispatch = [step - slept for step, slept in zip(steps, compute, strict=True)]
         cpu = max(rank.cpu_seconds for rank in ranks) / len(steps)
-        return cls(statistics.median(steps), statistics.median(dispatch), cpu)
+        return cls(statistics.median(steps), statistics.median(compute), statistics.median(dispatch), cpu)
 
 
 def summarize(measured: Mapping[int, Sequence[Mapping[str, FlowFigures]]]) -> list[dict[str, object]]:
@@ -93,8 +94,8 @@ def summarize(measured: Mapping[int, Sequence[Mapping[str, FlowFigures]]]) -> li
         for count, ranks in by_count.items():
             times = StepTimes.of(ranks)
             row = {"variant": variant, "nodes": count, "step_s": times.step_seconds}
-            row |= {"dispatch_s": times.dispatch_seconds, "rank_cpu_s": times.cpu_seconds}
-            row |= {"linearity": base / times.step_seconds}
+            row |= {"compute_s": times.compute_seconds, "dispatch_s": times.dispatch_seconds}
+            row |= {"rank_cpu_s": times.cpu_seconds, "linearity": base / times.step_seconds}
             rows.append(row | _traffic(ranks, count))
     return rows
 
