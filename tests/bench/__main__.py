@@ -45,6 +45,7 @@ BENCHES = {
     "layouts": "layouts.layouts",
     "memory": "memory.memory_bench",
     "overhead": "training.overhead",
+    "paper": "paper.paper_bench",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",
     "plan": "plan.plan_bench",
