@@ -1,7 +1,8 @@
 """The paper's Figure 9: linearity measured over emulated nodes, and modelled at the paper's 24 and 48.
 
-A step on n nodes takes its compute, a + b n of processors, and the bytes of the busiest link over its rate, which are
-c (1 - 1/n) + d n: rows that live elsewhere, and metadata. a to d are least squares over the measured numbers of nodes.
+A step on n nodes takes its compute, seconds of processors, and the bytes of the busiest link over its rate. Seconds and
+bytes are a + b (1 - 1/n) + c n each: what every node does, rows that live elsewhere, and metadata. The three are least
+squares over the measured numbers of nodes, none below 0.
 """
 
 from __future__ import annotations
@@ -46,27 +47,25 @@ class StepModel:
     """Seconds of a step by the number of nodes."""
 
     compute_seconds: float
-    processor: tuple[float, float]
-    """a, b"""
-    link: tuple[float, float]
-    """c, d in megabytes"""
+    processor: np.ndarray
+    """a, b, c in seconds"""
+    link: np.ndarray
+    """a, b, c in megabytes"""
     link_megabytes_per_second: float
 
     @classmethod
     def of(cls, steps: Sequence[NodeStep], link_megabytes_per_second: float) -> StepModel:
         """Fit to two or more numbers of nodes."""
-        counts = np.array([step.num_nodes for step in steps], dtype=float)
-        ones = np.ones_like(counts)
-        processor = _fit([ones, counts], [step.processor_seconds for step in steps])
-        link = _fit([1 - 1 / counts, counts], [step.link_megabytes for step in steps])
+        counts = [step.num_nodes for step in steps]
+        processor = _fit(counts, [step.processor_seconds for step in steps])
+        link = _fit(counts, [step.link_megabytes for step in steps])
         # Work a node is constant; how evenly its ranks share it isn't.
         compute = float(np.mean([step.compute_seconds for step in steps]))
         return cls(compute, processor, link, link_megabytes_per_second)
 
     def dispatch_seconds(self, num_nodes: int) -> float:
-        (a, b), (c, d) = self.processor, self.link
-        megabytes = c * (1 - 1 / num_nodes) + d * num_nodes
-        return a + b * num_nodes + megabytes / self.link_megabytes_per_second
+        terms = _terms([num_nodes])[0]
+        return float(terms @ self.processor + terms @ self.link / self.link_megabytes_per_second)
 
     def step_seconds(self, num_nodes: int) -> float:
         return self.compute_seconds + self.dispatch_seconds(num_nodes)
@@ -75,9 +74,21 @@ class StepModel:
         return [(count, self.step_seconds(1) / self.step_seconds(count)) for count in counts]
 
 
-def _fit(terms: list[np.ndarray], values: list[float]) -> tuple[float, float]:
-    (first, second), *_ = np.linalg.lstsq(np.stack(terms, axis=1), np.array(values), rcond=None)
-    return float(first), float(second)
+def _terms(counts: Sequence[int]) -> np.ndarray:
+    num_nodes = np.array(counts, dtype=float)
+    return np.stack([np.ones_like(num_nodes), 1 - 1 / num_nodes, num_nodes], axis=1)
+
+
+def _fit(counts: Sequence[int], values: Sequence[float]) -> np.ndarray:
+    """Least squares without negative weights: the most negative term is left out until none is."""
+    terms, weights = _terms(counts), np.zeros(3)
+    kept = [0, 1, 2]
+    while True:
+        found, *_ = np.linalg.lstsq(terms[:, kept], np.array(values), rcond=None)
+        if found.min() >= 0 or len(kept) == 1:
+            weights[kept] = found
+            return weights
+        del kept[int(found.argmin())]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
