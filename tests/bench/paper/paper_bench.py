@@ -73,16 +73,19 @@ def figure10(arguments: argparse.Namespace) -> BenchTable:
     assert isinstance(ratios, Mapping)
     released = found.unused_by_device / redundancy.GB
     by_device = f"released per device, {case.model}, {case.switch}, GB"
-    rows = [
-        {"what": by_device, "paper": "8", "ours": released, "how": "by the plan, bfloat16 weights"},
-        {"what": "released resident memory / training state", "ours": ratios["freed_resident_vs_state"]},
-        {"what": "the same by the ledger", "ours": ratios["freed_ledger_vs_state"]},
-        {"what": "peak of a switch with / without the swap", "ours": ratios["switch_peak_vs_without"]},
-    ]
     in_small = f"measured, {_LAYERS_OF_MEMORY} layers on 2 CPU ranks"
+    figures = {
+        "released resident memory / training state": ratios["freed_resident_vs_state"],
+        "the same by the ledger": ratios["freed_ledger_vs_state"],
+        "peak of a switch with / without the swap": ratios["switch_peak_vs_without"],
+    }
+    rows: list[dict[str, object]] = [
+        {"what": by_device, "paper": "8", "ours": released, "how": "by the plan, bfloat16 weights"},
+        *({"what": name, "paper": None, "ours": value, "how": in_small} for name, value in figures.items()),
+    ]
     return BenchTable(
         title="Figure 10: memory that allgather-swap releases while generating",
-        rows=[{"paper": None, "how": in_small} | row for row in rows],
+        rows=rows,
         notes=(
             "The paper releases the update weights of one device; ours swaps the optimizer's state too.",
             f"Picture: docs/figures/memory_swap.svg, by `{COMMAND} memory --plot FILE`.",

@@ -145,6 +145,14 @@ def test_figure_7_runs_both_settings_beside_another_trainer(tmp_path: Path):
         assert 0 < row["share of product"] < 2 and {"generation", "update"} <= set(row["of it"])
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_figure_10_has_the_papers_switch_by_the_plan_and_a_small_one_measured():
+    released, resident, ledger, peak = (row["ours"] for row in ITEMS["fig10"].run(parsed()).rows)
+    assert round(released) == 8 and ledger == pytest.approx(1.0, abs=0.01)
+    assert resident == pytest.approx(1.0, abs=0.15) and peak < 0.85
+
+
 def test_a_tick_is_withdrawn_with_its_test(monkeypatch):
     lost = replace(FEATURES[0], tests=("algorithms/test_ppo.py::test_that_was_deleted",))
     monkeypatch.setattr("tests.bench.paper.features.FEATURES", (lost, *FEATURES[1:]))
