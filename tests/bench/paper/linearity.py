@@ -131,8 +131,8 @@ def table_of(measured: Sequence[Mapping[str, object]], link_mb: float) -> BenchT
             f"The paper at {PAPER_NODES} nodes of 8 NPUs: 0.811 (MSRL), {OTHERS}. 'locality off' is its placement of "
             "rows, 'dock' ours. There is no central buffer here, and no VeRL.",
             "Emulated: one rank per node, half of the lengths of Table 1's first row, compute slept, all processes on "
-            "this machine's cores, for which they wait; with machines apart a rank's processor seconds are its own, "
-            "and none of them overlaps with its link.",
+            "this machine's cores, for which they wait. Machines apart: compute, the busiest rank's processor seconds "
+            "and the busiest link's bytes, all measured here, one after another without a wait.",
             *(
                 f"{name}: fitted without the most nodes, the model's step there is {step:+.1%} off (goal: {GOAL:.0%}), "
                 f"what it adds to compute {dispatch:+.0%}"
