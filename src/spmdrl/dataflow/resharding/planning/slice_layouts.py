@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -126,19 +127,37 @@ def fitted_stride(
     strides = [n for n in range(2, ranks_per_node // tensor + 1) if ranks_per_node % (n * tensor) == 0]
     if tensor == 1 or not strides:
         return replace(generation, tensor_stride=1)
-    held = [{box.name: box for box in update_slices(table, update, rank)} for rank in range(num_ranks)]
+    thin, counts = without_repeats(table, update)
+    held = [{box.name: box for box in update_slices(thin, update, rank)} for rank in range(num_ranks)]
 
     def kept(stride: int) -> int:
         layout = replace(generation, tensor_stride=stride)
-        return sum(_num_shared(held[rank], generation_slices(table, layout, rank)) for rank in range(num_ranks))
+        return sum(_num_shared(held[rank], generation_slices(thin, layout, rank), counts) for rank in range(num_ranks))
 
     return replace(generation, tensor_stride=max([1, *strides], key=kept))
 
 
-def _num_shared(held: Mapping[str, WeightSlice], wanted: Iterable[WeightSlice]) -> int:
-    """Count elements that are both held and wanted."""
+def without_repeats(
+    table: ParameterTable, update: UpdateLayout, kinds: Mapping[str, object] = MappingProxyType({})
+) -> tuple[ParameterTable, dict[str, int]]:
+    """Return the table with one of the weights that all layouts cut alike, and the number of weights it stands for.
+
+    These have the same rule but for the layer, the same ranks of the fitted layout `update`, and the same kind by name.
+    """
+    spans = layer_spans(table.num_layers, update.pipeline * update.pipeline_chunks)
+    first: dict[object, str] = {}
+    counts: dict[str, int] = {}
+    for name, rule in table.rules.items():
+        holders = tuple(rule.is_in(span) for span in spans)
+        alike = first.setdefault((replace(rule, layer=None), holders, kinds.get(name)), name)
+        counts[alike] = counts.get(alike, 0) + 1
+    return ParameterTable({name: table.rules[name] for name in counts}, table.num_layers), counts
+
+
+def _num_shared(held: Mapping[str, WeightSlice], wanted: Iterable[WeightSlice], counts: Mapping[str, int]) -> int:
+    """Count elements that are both held and wanted, each as often as `counts` says of its weight."""
     shared = (held[box.name].intersect(box) for box in wanted if box.name in held)
-    return sum(box.num_elements for box in shared if box is not None)
+    return sum(counts[box.name] * box.num_elements for box in shared if box is not None)
 
 
 def _rule(config: DecoderConfig, name: str, shape: tuple[int, ...], *, is_buffer: bool) -> WeightRule:
