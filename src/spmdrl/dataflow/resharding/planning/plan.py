@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from spmdrl.dataflow.resharding.planning.buckets import Bucket, BucketFilling, Transfer
 from spmdrl.dataflow.resharding.planning.cells import Cell, cells_of
@@ -65,17 +66,30 @@ def plan_resharding(
     """
     if isinstance(element_bytes, int):
         element_bytes = dict.fromkeys(shapes, element_bytes)
-    num_ranks = 1 + max((*source, *target), default=0)
+    ranks_per_node = ranks_per_node or _num_ranks(source, target)
+    blocks = []
+    for ranks, cells_of_weights in cells_by_block(source, target, shapes):
+        filling = BucketFilling(ranks, bucket_bytes, element_bytes, ranks_per_node)
+        for cells in cells_of_weights:
+            filling.add_weight(cells)
+        blocks.append(Block(ranks, filling.finish()))
+    return ReshardPlan(tuple(blocks), element_bytes, ranks_per_node)
+
+
+def cells_by_block(
+    source: SlicesByRank, target: SlicesByRank, shapes: Shapes
+) -> Iterator[tuple[range, Iterator[list[Cell]]]]:
+    """Yield the ranks of each block, with the wanted cells of each weight. Raises what `plan_resharding` does."""
+    num_ranks = _num_ranks(source, target)
     held, wanted = _by_name(source, shapes), _by_name(target, shapes)
     size = _block_size(held, wanted, num_ranks)
-    blocks = []
     for first in range(0, num_ranks, size):
         ranks = range(first, first + size)
-        filling = BucketFilling(ranks, bucket_bytes, element_bytes, ranks_per_node or num_ranks)
-        for name in wanted:
-            filling.add_weight(_cells_in(name, held, wanted, ranks))
-        blocks.append(Block(ranks, filling.finish()))
-    return ReshardPlan(tuple(blocks), element_bytes, ranks_per_node or num_ranks)
+        yield ranks, map(partial(_cells_in, held=held, wanted=wanted, ranks=ranks), wanted)
+
+
+def _num_ranks(source: SlicesByRank, target: SlicesByRank) -> int:
+    return 1 + max((*source, *target), default=0)
 
 
 def lendable(held: Sequence[WeightSlice], wanted: Sequence[WeightSlice]) -> frozenset[str]:
