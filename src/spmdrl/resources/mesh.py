@@ -96,6 +96,18 @@ class GenerationMesh:
         return tuple(ranks[0] for ranks in self.replicas)
 
 
+def replicas_of(layout: GenerationLayout, ranks: range) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each replica of a checked layout over these, by their place on the tensor axis."""
+    placed = [ranks[place] for place in sorted(range(len(ranks)), key=layout.place)]
+    return tuple(tuple(placed[begin : begin + layout.tensor]) for begin in range(0, len(ranks), layout.tensor))
+
+
+def copies_of_model(layout: UpdateLayout) -> Tensor:
+    """Return the ranks that work on the same rows, a line for each copy of the model, [data x shard, ranks]."""
+    places = _places(layout.pipeline, layout.data * layout.shard, layout.context, layout.tensor)
+    return places.transpose(0, 1).flatten(1)
+
+
 @closing_new_listeners()
 def build_generation_mesh(
     layout: GenerationLayout, device: Device, world_size: int, rank: int, *, first: int = 0
@@ -104,17 +116,16 @@ def build_generation_mesh(
 
     A rank that isn't among them gets a mesh without a place of its own.
     """
-    ranks = [first + place for place in sorted(range(world_size), key=layout.place)]
-    replicas = [tuple(ranks[begin : begin + layout.tensor]) for begin in range(0, world_size, layout.tensor)]
+    replicas = replicas_of(layout, range(first, first + world_size))
     num_sharing = max(1, layout.expert // layout.tensor)
     places = torch.tensor(replicas).view(-1, num_sharing, layout.tensor)
     mesh = DeviceMesh(device.kind, places, mesh_dim_names=("replicas", "expert", "tensor"))
-    if rank not in ranks:
+    if not first <= rank < first + world_size:
         alone = lone_generation_mesh(rank)
-        return replace(alone, layout=layout, replicas=tuple(replicas))
+        return replace(alone, layout=layout, replicas=replicas)
     _waiting(mesh)
     return GenerationMesh(
-        layout, rank, tuple(replicas), tensor=_axis(mesh["tensor"], "tensor"), expert=_axis(mesh["expert"], "expert")
+        layout, rank, replicas, tensor=_axis(mesh["tensor"], "tensor"), expert=_axis(mesh["expert"], "expert")
     )
 
 
@@ -154,9 +165,7 @@ def join_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateM
         tensor=layout.tensor,
     )
     # Made of its own: to flatten axes of a mesh needs a rank of it.
-    places = _places(layout.pipeline, layout.data * layout.shard, layout.context, layout.tensor)
-    together = places.transpose(0, 1).flatten(1)
-    model = DeviceMesh(device.kind, together, mesh_dim_names=("data", "model"))
+    model = DeviceMesh(device.kind, copies_of_model(layout), mesh_dim_names=("data", "model"))
     if rank >= layout.num_ranks:
         return None
     for one in (mesh, dense, experts, model):
