@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from spmdrl.dataflow.resharding.planning.plan import plan_resharding
@@ -21,10 +21,11 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.settings.flow_config import ReshardConfig
+from spmdrl.plan.resharding_bytes import redundant_bytes, unused_bytes
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from tests.bench.harness.bench_models import QWEN3_30B_A3B, QWEN25_32B
 from tests.bench.harness.bench_table import BenchTable
-from tests.bench.resharding.plan_bytes import allgather_bytes, least_bytes, redundant_bytes
+from tests.bench.resharding.plan_bytes import allgather_bytes, least_bytes
 
 BFLOAT16_BYTES = 2
 DEVICES_PER_NODE = 8
@@ -186,7 +187,7 @@ def figures_of(case: SwitchCase) -> SwitchBytes:
     fitted = fitted_stride(table, case.update, case.generation, DEVICES_PER_NODE)
     fitted_wanted = {rank: generation_slices(table, fitted, rank) for rank in ranks}
     fitted_plan = plan_resharding(held, fitted_wanted, table.shapes, ReshardConfig().bucket_bytes, BFLOAT16_BYTES)
-    unused = [unused_bytes(held[rank], wanted[rank]) for rank in ranks]
+    unused = [unused_bytes(held[rank], wanted[rank], _bytes_of) for rank in ranks]
     rules = table.rules.values()
     tensor_weights = _num_bytes(rule for rule in rules if rule.tensor is not None and not rule.is_expert)
     expert_weights = _num_bytes(rule for rule in rules if rule.is_expert)
@@ -211,16 +212,8 @@ def figures_of(case: SwitchCase) -> SwitchBytes:
     )
 
 
-def unused_bytes(held: Sequence[WeightSlice], wanted: Sequence[WeightSlice]) -> int:
-    """What naive resharding leaves unused of a rank's update weights (the paper's Figure 3).
-
-    A wanted slice inside a held one is used where it lies, and the rest of that storage stays occupied; any other is
-    gathered into a new buffer, and all of the held one stays.
-    """
-    wanted_of = {box.name: box for box in wanted}
-    used = [box for box in held if box.intersect(wanted_of[box.name]) == wanted_of[box.name]]
-    num_elements = sum(box.num_elements for box in held) - sum(wanted_of[box.name].num_elements for box in used)
-    return num_elements * BFLOAT16_BYTES
+def _bytes_of(box: WeightSlice) -> int:
+    return box.num_elements * BFLOAT16_BYTES
 
 
 def _num_bytes(rules: Iterable[WeightRule]) -> int:

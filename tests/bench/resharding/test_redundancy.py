@@ -7,8 +7,8 @@ import argparse
 import pytest
 
 from spmdrl.nouns.batch import WeightSlice
-from tests.bench.resharding.plan_bytes import redundant_bytes
-from tests.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
+from spmdrl.plan.resharding_bytes import redundant_bytes, unused_bytes
+from tests.bench.resharding.redundancy import CASES, figures_of, run
 
 
 @pytest.mark.slow
@@ -42,4 +42,4 @@ def test_a_slice_used_where_it_lies_leaves_the_rest_unused_and_one_gathered_leav
         WeightSlice("gathered", (0,), (8,)),
         WeightSlice("common", (0,), (5,)),
     ]
-    assert unused_bytes(held, wanted) == 2 * (2 + 4)
+    assert unused_bytes(held, wanted, lambda box: 2 * box.num_elements) == 2 * (2 + 4)
