@@ -43,6 +43,7 @@ BENCHES = {
     "fusion": "training.fusion",
     "lags": "learning.lags_bench",
     "layouts": "layouts.layouts",
+    "links": "plan.link_truth",
     "memory": "memory.memory_bench",
     "overhead": "training.overhead",
     "paper": "paper.paper_bench",
