@@ -99,6 +99,15 @@ def test_a_row_crosses_once_for_each_column_and_reader():
     assert home.get_bytes[Link.PROCESS]["prompt_ids"] == 256 * (4 * 5 + 8)
 
 
+def test_an_environments_rows_are_put_in_portions_if_a_model_scores_them():
+    turns, scored = ("environment.function=calculator",), "algo.kl_coef=0.1"
+    together, portions = flow_of(*turns), flow_of(*turns, scored)
+    found = [one.put_bytes[Link.PROCESS] for one in (together, portions)]
+    # A rank's 32 rows come in 16 portions, each with an offset more than it has rows.
+    assert found[0]["turns"] < found[1]["turns"] <= 256 * (2 * 12 + 8) + 8 * 16 * 8
+    assert portions.get_bytes[Link.PROCESS]["turns"] > together.get_bytes[Link.PROCESS]["turns"]
+
+
 def test_the_papers_placement_sends_more_across_nodes():
     near, anywhere = flow_of(), flow_of("dock.locality=false")
     assert 4 * near.payload_bytes(Link.CROSS_NODE) < anywhere.payload_bytes(Link.CROSS_NODE)

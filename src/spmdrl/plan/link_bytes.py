@@ -18,6 +18,7 @@ from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths
 from spmdrl.dataflow.samples.schema import LENGTHS_OF, PROMPT_COLUMNS, SCORE_COLUMNS, columns_mask, rule_of
 from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.dataflow.samples.volume import Link, Volume
+from spmdrl.dataflow.stages.rollout.portions import rows_until
 from spmdrl.dataflow.stages.rows import ROUTED_EXPERTS, TURN_REWARDS, TURNS
 from spmdrl.dataflow.stages.schedule import Slot
 from spmdrl.dataflow.stages.update_report import chosen_places
@@ -25,9 +26,8 @@ from spmdrl.engines.models.decoder import DecoderConfig, row_cost_of
 from spmdrl.engines.training.routers import sparse_layers
 from spmdrl.job.rollouts.samples_report import COLUMNS
 from spmdrl.job.start.checked_run import CheckedRun
-from spmdrl.nouns.batch import Integers
+from spmdrl.nouns.batch import Integers, WorkerState
 from spmdrl.nouns.partition import ROWS
-from spmdrl.nouns.roles import WorkerState
 from spmdrl.plan.resharding_bytes import generation_layout
 from spmdrl.resources.mesh import Axis, copies_of_model, replicas_of
 from spmdrl.runtime.launch import LaunchEnvironment
@@ -79,8 +79,7 @@ def sample_flow_bytes(
     """Return the payload that all ranks together put and get in one step of `train`; `decoder` is the policy's.
 
     Rows that cross nodes follow from the run's deal of rows of planned lengths, on average over several steps of few
-    rows. All rows are generated at once and trained on; portions beside an environment are taken together. Metadata
-    isn't counted.
+    rows. All rows are generated at once and trained on. Metadata isn't counted.
     """
     rollout, flow, volumes = checked.config.rollout, PlannedFlow(checked, decoder, launch), []
     sizes = rollout.prompts_per_step, rollout.num_generations, rollout.max_completion_length
@@ -128,31 +127,50 @@ class _PlannedStep:
         self._writers: dict[str, Integers] = {}
         """rank in whose memory each row of a column lies [B]"""
         self._num_values = _num_values(flow.checked, flow.decoder, prompts_G.repeat(size), responses_B)
+        has_turns, scores = self._config.environment.key is not None, any(one.work == "score" for one in flow.members)
+        self._has_portions = has_turns and scores and not flow.checked.algorithm.max_refills and not flow.rules.others
         # Groups whose longest responses end together are put together.
         self._ends_B = responses_B.reshape(-1, size).max(axis=1).repeat(size)
 
     def run(self, slot: Slot) -> None:
-        """Take, put and commit the rows of one state."""
+        """Take, put and commit the rows of one state; models may score them in portions."""
         state, rows, reads, makes = slot.state, self._rows, slot.reads, {*slot.makes}
         if state is WorkerState.GENERATION:
-            rows.deal_generation()
             reads = frozenset()
             # An environment's rows always have both.
             makes |= {TURNS, TURN_REWARDS} if self._config.environment.key is not None else set()
         elif state is WorkerState.REWARD:
-            rows.take_generated(state)
             reads = frozenset(SCORE_COLUMNS[part] for part in self._config.reward.parts_beside)
-        else:
-            rows.deal(state)
-        if state is WorkerState.CRITIC_UPDATE:
+        elif state is WorkerState.CRITIC_UPDATE:
             reads -= {"advantages"}
-        for rank, own in self._readers(state).items():
-            self._get(rank, own, sorted(reads))
-        if makes:
-            self._put_all(state, sorted(makes))
-        rows.lives.finish(state)
+        for among in rows.ready_portions(state) if state.work == "score" else (None,):
+            self._claim(state, among)
+            for rank, own in self._readers(state).items():
+                self._get(rank, own, sorted(reads))
+            if makes:
+                self._put_all(state, sorted(makes))
+            rows.lives.finish(state)
         if state is WorkerState.UPDATE:
             self._show()
+
+    def _claim(self, state: WorkerState, among: Integers | None) -> None:
+        if state is WorkerState.GENERATION:
+            self._rows.deal_generation()
+            if self._has_portions:
+                self._cut_portions()
+        elif state is WorkerState.REWARD:
+            self._rows.take_generated(state)
+        else:
+            self._rows.deal(state, among)
+
+    def _cut_portions(self) -> None:
+        """Let each rank's rows be put and scored in portions, the shortest first."""
+        number, lengths_B = self._config.dock.portions, self._num_values["response_ids"]
+        for rows in self._rows.shares[WorkerState.GENERATION].values():
+            ended = rows[np.argsort(lengths_B[rows], kind="stable")]
+            stops = [rows_until(portion, number, rows.size) for portion in range(number)]
+            self._ends_B[ended] = np.searchsorted(stops, np.arange(rows.size), side="right")
+        self._rows.portions += [np.flatnonzero(self._ends_B == portion) for portion in range(number - 1)]
 
     def _readers(self, state: WorkerState) -> Shares:
         """Return the rows that each rank reads: all ranks of a group that are beside them, else the first alone."""
@@ -185,9 +203,9 @@ class _PlannedStep:
             for name in names:
                 self._put(rank, rows, name, is_streamed=state is WorkerState.GENERATION)
         # Lengths of one column stand for all that share them.
-        mask, everyone = columns_mask(names), np.arange(self._rows.num_rows)
-        lengths = {name: self._num_values[name] for name in announced_lengths(mask)}
-        self._rows.lives.observe([RowMetadata(everyone, mask, lengths)])
+        mask, put = columns_mask(names), np.concatenate([*self._rows.shares[state].values()])
+        lengths = {name: self._num_values[name][put] for name in announced_lengths(mask)}
+        self._rows.lives.observe([RowMetadata(put, mask, lengths)])
 
     def _put(self, rank: int, rows: Integers, name: str, *, is_streamed: bool) -> None:
         """Count a column, put in a batch for each home, and each end if rows are put as they come."""

@@ -127,9 +127,8 @@ class Portions:
         return self._num_run < self._number - 1 and len(self._ended) >= self._end(self._num_run)
 
     def _end(self, portion: int) -> int:
-        """Return the number of the replica's rows in the portions up to this one; the rest falls quadratically."""
-        num_after = self._number - 1 - portion
-        return self._num_rows + -self._num_rows * num_after**2 // self._number**2
+        """Return the number of the replica's rows in the portions up to this one."""
+        return rows_until(portion, self._number, self._num_rows)
 
     def _run_next(self, arrivals: Arrivals) -> None:
         """Announce the next portion and score it. Collective over all ranks."""
@@ -164,6 +163,11 @@ class Portions:
             return found
         own = bytes([found]) if self._axis.rank == 0 else None
         return bool(broadcast_bytes(own, self._axis.ranks[0], self._axis.group)[0])
+
+
+def rows_until(portion: int, number: int, num_rows: int) -> int:
+    """Return the number of rows in the portions up to this one; the rest falls quadratically."""
+    return num_rows + -num_rows * (number - 1 - portion) ** 2 // number**2
 
 
 def build_portions(
