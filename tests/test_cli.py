@@ -116,7 +116,7 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.Capt
         (
             ["xyz"],
             "spmdrl: unknown verb 'xyz'; the verbs are train, sft, preferences, reward-model, eval, generate, replay, "
-            "check, launch, explain, doctor, report\n",
+            "check, plan, launch, explain, doctor, report\n",
         ),
         (
             ["train"],

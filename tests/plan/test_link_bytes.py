@@ -51,7 +51,13 @@ def switch_of(*settings: str, launch: LaunchEnvironment = NODES) -> ReshardingBy
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["reference and critic", "adapters", "experts, routes replayed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reference and critic",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adapters", "experts, routes replayed")),
+    ],
+)
 def test_planned_bytes_are_those_of_the_run(name: str):
     rows = [row for row in measure(CASES[name]) if row.flow != "samples by means"]
     assert {"samples by rows", "resharding", "swap"} == {row.flow for row in rows}
@@ -61,6 +67,7 @@ def test_planned_bytes_are_those_of_the_run(name: str):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_means_of_lengths_give_the_sum_of_all_links():
     (total,) = (
         row

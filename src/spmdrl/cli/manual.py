@@ -103,6 +103,7 @@ folder in place of model.path. Ends with 1 if it doesn't fit. docs/planning.md h
 
 examples:
   python -m spmdrl plan run.yaml --ranks 16 --nodes 2 --device h100
+  python -m spmdrl plan run.yaml resources.update.tensor=8 --ranks 64 --nodes 8 --response-length 4000
   python -m spmdrl train run.yaml --dry-run --ranks 16 --nodes 2 --rank 15
 """,
     "launch": f"""usage: spmdrl launch slurm|msrun [VERB] {_CONFIGURED} --ranks-per-node N

@@ -47,8 +47,8 @@ def configured_main(verb: str, prompts: Sequence[str], question: dict[str, Any])
 
         return partial(generate, prompts=prompts)
     if verb in ("plan", "dry-run"):
-        from spmdrl.verbs.plan import dry_run
-        from spmdrl.verbs.plan import main as plan
+        from spmdrl.verbs.planning import dry_run
+        from spmdrl.verbs.planning import main as plan
 
         return partial(plan if verb == "plan" else dry_run, **question)
     from spmdrl.verbs.check import main as check

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, Protocol
@@ -49,44 +49,16 @@ class Meter(Protocol):
         ...
 
 
-class _Event:
-    """Point in a stream; always past."""
-
-    def __init__(self, **_: bool):
-        pass
-
-    def record(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class _Stream:
-    """Queue in which nothing waits."""
+class _Nothing:
+    """Stream, or event in one, of a device on which nothing takes time: all of its methods do nothing."""
 
     device = torch.device("cpu")
 
-    def __init__(self, *_: int, **__: int):
+    def __init__(self, *_: Any, **__: Any):
         pass
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-    def wait_event(self, event: _Event) -> None:
-        pass
-
-    def wait_stream(self, stream: _Stream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
+        return lambda *_, **__: self
 
     def __enter__(self) -> None:
         pass
@@ -104,13 +76,13 @@ class _Module(ModuleType):
     def mem_get_info(self, *_: object) -> tuple[int, int]:
         return self.memory
 
-    Event, Stream = _Event, _Stream
+    Event = Stream = _Nothing
     # Host memory isn't pinned for a device that isn't there.
     is_available = staticmethod(lambda: False)
     is_initialized = staticmethod(lambda: True)
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
-    current_stream = staticmethod(lambda *_: _Stream())
+    current_stream = staticmethod(_Nothing)
     stream = staticmethod(lambda stream: stream)
     set_device = synchronize = empty_cache = staticmethod(lambda *_: None)
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())

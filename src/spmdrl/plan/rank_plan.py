@@ -22,9 +22,11 @@ from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.estimates import rank_bytes
 from spmdrl.nouns.roles import POLICY, Role
-from spmdrl.plan.account import ROWS, Account, Span
+from spmdrl.plan.account import Account, Span
 from spmdrl.plan.planned_device import NAME, alone_in, planned_device
-from spmdrl.plan.traced_rank import NoRoom, RankTrace, RowLengths, TracedRank, trace_generation
+from spmdrl.plan.planned_rows import RowLengths
+from spmdrl.plan.traced_generation import NoRoom, trace_generation
+from spmdrl.plan.traced_rank import RankTrace, TracedRank
 from spmdrl.runtime.launch import LaunchEnvironment
 
 SWITCH = "switch"
@@ -106,15 +108,12 @@ def swaps(
 
 def trace_rank(
     checked: CheckedRun, sources: Mapping[Role, ModelSource], launch: LaunchEnvironment, lengths: RowLengths, *,
-    is_whole: bool = False,
+    more_passes: int | None,
 ) -> RankTrace:  # fmt: skip
-    """Trace the states of one rank that score or train.
-
-    Of many micro-batches only the first ones are traced, unless the trace `is_whole`.
-    """
+    """Trace the states of one rank that score or train, with as many micro-batches as in `TracedRank`."""
     account = Account()
     with alone_in(launch) as world, planned_device(account):
-        return TracedRank(checked, sources, world, account, is_whole=is_whole).trace(lengths)
+        return TracedRank(checked, sources, world, account, more_passes=more_passes).trace(lengths)
 
 
 @dataclass(frozen=True)
@@ -183,5 +182,4 @@ def slots_of(
     for state, slot in traced.slots.items():
         own = Counter({owner: held[owner] for owner in frozen & {slot.role.weights}})
         present = (training + own if is_swapped else held) + slot.span.owners
-        present[ROWS] = present[ROWS] * slot.num_present // slot.num_traced
         yield SlotPlan(state.value, present, slot.span, slot.num_passes, slot.num_traced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spmdrl.plan.traced_rank import RowLengths
+from spmdrl.plan.planned_rows import RowLengths
 from tests.support.jobs import ROOT
 
 LENGTHS = RowLengths(prompt=6, response=26)
@@ -28,7 +28,9 @@ _MODELS = {
         "model.make.intermediate_size=1024", "model.make.tie_word_embeddings=false", "model.dtype=bfloat16",
     ),
     "hybrid": ("model.make.model_type=qwen3_5_text", "model.make.intermediate_size=1024"),
-    "windows": ("model.make.model_type=gemma3_text", "model.make.intermediate_size=1024"),
+    "windows": (
+        "model.make.model_type=gemma3_text", "model.make.intermediate_size=1024", "rollout.kv_cache_gib=0.06",
+    ),
 }  # fmt: skip
 _LORA = ("lora.rank=16",)
 _CRITIC = ("algo.name=ppo", "critic={}")

@@ -41,7 +41,6 @@ from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.roles import CRITIC, POLICY, Role
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.training_config import RoutingConfig
-from spmdrl.resources.device import Device
 from spmdrl.resources.mesh import UpdateMesh, join_update_mesh
 from spmdrl.resources.world import World
 
@@ -190,14 +189,14 @@ def build_role_models(checked: CheckedRun, sources: Mapping[Role, ModelSource], 
     for role, source in sources.items():
         mesh = meshes[layouts[role]]
         if role.engine == "training" and mesh is not None:
-            trainer = build_trainer(checked, role, source, mesh, world.device)
+            trainer = build_trainer(checked, role, source, mesh, world)
             trainer.load(source.initial_weights())
             models[role] = RoleModel(role, trainer, source, world, saved_dtype, chat_template)
     return models
 
 
 def build_trainer(
-    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, device: Device
+    checked: CheckedRun, role: Role, source: ModelSource, mesh: UpdateMesh, world: World
 ) -> TrainingEngine:
     """Return a role's engine before its weights are loaded. Collective over the mesh."""
     config, critic = checked.config, checked.config.critic
@@ -217,10 +216,10 @@ def build_trainer(
         replace(training, max_steps=num_steps, routing=routing),
         optim,
         mesh,
-        device,
+        world.device,
         frozen=not role.is_trained,
         temperature=temperature,
-        compute_dtype=compute_dtype(config.model, device.kind),
+        compute_dtype=compute_dtype(config.model, world.device.kind),
         rating=checked.rating(role),
     )
 

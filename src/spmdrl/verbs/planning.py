@@ -16,8 +16,8 @@ from spmdrl.job.start.model_checks import check_generation_cuts, check_model_fit
 from spmdrl.job.start.prepared import source_without_making
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY, Role
-from spmdrl.plan.plan import DryRun, Plan, PlannedRun, dry_run_rank, plan_run, read_profile
-from spmdrl.plan.traced_rank import RowLengths
+from spmdrl.plan.planned_rows import RowLengths
+from spmdrl.plan.run_plan import DryRun, Plan, PlannedRun, dry_run_rank, plan_run, read_profile
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show, waiting
 

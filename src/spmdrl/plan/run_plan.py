@@ -14,12 +14,16 @@ import torch
 import yaml
 
 from spmdrl.config.reader import ConfigError
+from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.plan.account import Span
+from spmdrl.plan.link_bytes import PlannedLengths, sample_flow_bytes
+from spmdrl.plan.planned_device import NAME
 from spmdrl.plan.planned_kernels import take_kernels_of
+from spmdrl.plan.planned_rows import RowLengths
 from spmdrl.plan.rank_plan import (
     GenerationTrace,
     RankPlan,
@@ -30,7 +34,8 @@ from spmdrl.plan.rank_plan import (
     trace_generating,
     trace_rank,
 )
-from spmdrl.plan.traced_rank import RankTrace, RowLengths
+from spmdrl.plan.resharding_bytes import ReshardingBytes, resharding_bytes
+from spmdrl.plan.traced_rank import RankTrace, extended
 from spmdrl.runtime.launch import LaunchEnvironment
 
 Given = TypeVar("Given")
@@ -75,6 +80,12 @@ class Plan:
     num_ranks: int
     ranks: list[RankPlan]
     """one rank of each kind, the fullest first"""
+    flow: Volume
+    """payload of the sample flow in a step, of all ranks together"""
+    switch: ReshardingBytes
+    """bytes of a switch and of the training state's way to the host and back, of all ranks together"""
+    is_swapped: bool
+    """True if the training state leaves the device for generation"""
     seconds: float
     """time that planning took"""
 
@@ -99,6 +110,17 @@ class Plan:
                 }
                 for one in self.ranks
             ],
+            "bytes_by_link": self.bytes_by_link,
+        }
+
+    @property
+    def bytes_by_link(self) -> dict[str, dict[str, int]]:
+        """Bytes of one step of all ranks together, by flow and link."""
+        switch, is_swapped = self.switch, self.is_swapped
+        return {
+            "sample flow": {link.value: self.flow.payload_bytes(link) for link in Link},
+            "switch": {"node": switch.later.same_node, "cross_node": switch.later.cross_node},
+            "swap": {"to_host": switch.to_host * is_swapped, "from_host": switch.from_host * is_swapped},
         }
 
     def lines(self) -> Iterator[str]:
@@ -119,6 +141,13 @@ class Plan:
                 yield f"    {slot.name:14}{bytes_text(slot.peak_bytes):>9}  {parts}"
                 if slot.refusal:
                     yield f"        REFUSED: {slot.refusal}"
+        for flow, links in self.bytes_by_link.items():
+            moved = ", ".join(f"{link.replace('_', ' ')} {bytes_text(size)}" for link, size in links.items())
+            yield f"{flow}, bytes of a step on all ranks: {moved}"
+        yield (
+            f"unused after a switch without the swap (the paper's Eq. 3, all devices): "
+            f"{bytes_text(round(self.switch.equation_3))}; with it: 0"
+        )
         yield f"planned in {self.seconds:.1f} s"
 
 
@@ -149,8 +178,9 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
     take_kernels_of(run.device.kernels)
     _, generating = checked.sets_of(run.launch.world_size)
 
-    def trace(alike: list[int]) -> RankTrace:
-        return trace_rank(checked, run.sources, run.of_rank(alike[0]), run.lengths, is_whole=is_whole)
+    def trace(task: tuple[int, int | None]) -> RankTrace:
+        rank, more_passes = task
+        return trace_rank(checked, run.sources, run.of_rank(rank), run.lengths, more_passes=more_passes)
 
     def generate(kept_bytes: int) -> GenerationTrace | None:
         source, first = run.sources[POLICY], run.of_rank(generating[0])
@@ -158,7 +188,9 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
             checked, source, first, run.lengths, total_bytes=total_bytes, kept_bytes=kept_bytes
         )  # fmt: skip
 
-    traces = each_in_a_child(trace, classes)
+    tasks = [(alike[0], more) for alike in classes for more in ([None] if is_whole else [1, 0])]
+    found = each_in_a_child(trace, tasks)
+    traces = found if is_whole else [extended(few, more) for more, few in zip(found[::2], found[1::2], strict=True)]
     is_swapped = swaps(checked, run.sources, run.launch, total_bytes)
     # The cache is as large as on the rank with the least room.
     kept = [sum(one.held.values()) for one, alike in zip(traces, classes, strict=True) if alike[0] in generating]
@@ -170,7 +202,13 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
         slots = list(slots_of(checked, traced, own, is_swapped=is_swapped, num_lent=lent))
         ranks.append(RankPlan(alike[0], sorted(alike), slots))
     ranks.sort(key=lambda one: -one.fullest.peak_bytes)
-    return Plan(run.device, run.lengths, run.launch.world_size, ranks, time.perf_counter() - started)
+    decoders = {role: source.decoder for role, source in run.sources.items()}
+    lengths = PlannedLengths(run.lengths.prompt, run.lengths.response)
+    flow = sample_flow_bytes(checked, decoders[POLICY], run.launch, lengths)
+    switch = resharding_bytes(checked, decoders, run.launch, NAME)
+    return Plan(
+        run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, time.perf_counter() - started
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
