@@ -144,35 +144,44 @@ def trace_generating(
     return GenerationTrace(held, span)
 
 
-def lent_bytes(checked: CheckedRun, source: ModelSource, launch: LaunchEnvironment) -> int:
-    """Return the bytes of this rank's weights that its generator reads in place: the same slice in the same dtype."""
-    training, generating = checked.sets_of(launch.world_size)
-    if training != generating or source.decoder.lora is not None and source.decoder.lora.merge:
-        return 0
-    table, layout = parameter_table(source.decoder), checked.config.resources.generation
-    layout = fitted_stride(table, checked.layout, layout, launch.local_world_size)
-    wanted = generation_slices(table, layout, launch.rank)
-    names = lendable(update_slices(table, checked.layout, launch.rank), wanted)
-    dtype = compute_dtype(checked.config.model, NAME)
-    is_equal = {True: dtype == torch.float32, False: True}
-    boxes = [box for box in wanted if box.name in names and is_equal[source.decoder.updates(box.name)]]
-    return sum(box.num_elements for box in boxes) * dtype.itemsize
+@dataclass(frozen=True)
+class Shared:
+    """Bytes of a rank's generation weights that aren't there in generation alone."""
+
+    lent: int = 0
+    """training weights that the generator reads in place: the same slice in the same dtype"""
+    kept: int = 0
+    """weights that stay with the generator during updates, as only adapters change"""
+
+    @classmethod
+    def of(cls, checked: CheckedRun, source: ModelSource, launch: LaunchEnvironment) -> Shared:
+        """Return those of a rank that trains and generates with the native engine."""
+        lora, layout = source.decoder.lora, checked.config.resources.generation
+        training, generating = checked.sets_of(launch.world_size)
+        if training != generating or (lora is not None and lora.merge):
+            return cls()
+        table, dtype = parameter_table(source.decoder), compute_dtype(checked.config.model, NAME)
+        layout = fitted_stride(table, checked.layout, layout, launch.local_world_size)
+        wanted = generation_slices(table, layout, launch.rank)
+        names = lendable(update_slices(table, checked.layout, launch.rank), wanted)
+        if dtype != torch.float32:
+            names = frozenset(name for name in names if not source.decoder.updates(name))
+        frozen = [box for box in wanted if not source.decoder.updates(box.name) and box.name not in names]
+        lent = [box for box in wanted if box.name in names]
+        return cls(*(sum(box.num_elements for box in boxes) * dtype.itemsize for boxes in (lent, frozen)))
 
 
 def slots_of(
-    checked: CheckedRun, traced: RankTrace, generation: GenerationTrace | None, *, is_swapped: bool, num_lent: int
+    checked: CheckedRun, traced: RankTrace, generation: GenerationTrace | None, shared: Shared, *, is_swapped: bool
 ) -> Iterator[SlotPlan]:
-    """Yield the parts of a rank's step in order, each with what is present in it.
-
-    The generator reads `num_lent` bytes of the training weights in place, which then stay.
-    """
+    """Yield the parts of a rank's step in order, each with what is present in it."""
     held = Counter(traced.held)
     frozen = {role.weights for role in checked.roles if role.presence == "stage"}
     training = Counter({owner: size for owner, size in held.items() if owner not in frozen})
     if generation is not None:
         engine = Counter(generation.held)
         if not is_swapped:
-            engine["generation_weights"] -= num_lent
+            engine["generation_weights"] -= shared.lent
         if held:
             woken = Counter({"generation_weights": engine["generation_weights"]})
             bucket = Counter({"bucket": min(checked.config.reshard.bucket_bytes, woken.total())})
@@ -181,5 +190,6 @@ def slots_of(
         yield SlotPlan("generation", present, generation.span, refusal=generation.refusal)
     for state, slot in traced.slots.items():
         own = Counter({owner: held[owner] for owner in frozen & {slot.role.weights}})
-        present = (training + own if is_swapped else held) + slot.span.owners
+        kept = Counter({"generation_weights": shared.kept})
+        present = (training + own if is_swapped else held) + slot.span.owners + kept
         yield SlotPlan(state.value, present, slot.span, slot.num_passes, slot.num_traced)

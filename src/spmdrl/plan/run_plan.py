@@ -27,7 +27,7 @@ from spmdrl.plan.planned_rows import RowLengths
 from spmdrl.plan.rank_plan import (
     GenerationTrace,
     RankPlan,
-    lent_bytes,
+    Shared,
     rank_classes,
     slots_of,
     swaps,
@@ -198,8 +198,8 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
     ranks = []
     for traced, alike in zip(traces, classes, strict=True):
         own = generation if alike[0] in generating else None
-        lent = 0 if own is None else lent_bytes(checked, run.sources[POLICY], run.of_rank(alike[0]))
-        slots = list(slots_of(checked, traced, own, is_swapped=is_swapped, num_lent=lent))
+        shared = Shared() if own is None else Shared.of(checked, run.sources[POLICY], run.of_rank(alike[0]))
+        slots = list(slots_of(checked, traced, own, shared, is_swapped=is_swapped))
         ranks.append(RankPlan(alike[0], sorted(alike), slots))
     ranks.sort(key=lambda one: -one.fullest.peak_bytes)
     decoders = {role: source.decoder for role, source in run.sources.items()}
