@@ -156,6 +156,8 @@ class ReshardBench:
             {name: shard.global_shape for name, shard in self._shards.items()},
             self._task.bucket_bytes,
             ranks_per_node=self._world.launch.local_world_size,
+            # Buckets for both executors.
+            executor="allgather",
         )
 
     def _gather(self, gatherer: BucketGatherer, storage: dict[str, Tensor]) -> int:

@@ -192,6 +192,7 @@ class GeneratorFilling:
             shapes,
             config.bucket_bytes,
             ranks_per_node=world.launch.local_world_size,
+            executor=config.executor,
         )
         self._gatherer = BucketGatherer(
             self._agreed.plan,

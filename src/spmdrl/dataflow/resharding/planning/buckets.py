@@ -1,6 +1,6 @@
 """Pieces of weights and the buckets that they fill; integers only.
 
-A bucket is bounded by its cost on its busiest rank, under either executor, so that one plan serves both.
+A bucket is bounded by its cost on its busiest rank, under one executor or under either.
 """
 
 from __future__ import annotations
@@ -59,26 +59,32 @@ class Bucket:
     finished: tuple[str, ...]
     """weights not needed by later buckets: their source may leave the device"""
     num_bytes: int
-    """temporary bytes on the busiest rank under either executor; pieces that a rank copies from itself count too"""
+    """temporary bytes on the busiest rank; pieces that a rank copies from itself count too"""
 
 
 class BucketFilling:
     """Builder of a block's buckets, piece by piece in model order."""
 
-    def __init__(self, ranks: range, bucket_bytes: int, element_bytes: Mapping[str, int], ranks_per_node: int):
-        """`element_bytes` gives each weight's element size on the wire."""
+    def __init__(
+        self, ranks: range, bucket_bytes: int, element_bytes: Mapping[str, int], ranks_per_node: int, *, gathers: bool
+    ):
+        """`element_bytes` gives each weight's element size on the wire.
+
+        Unless it `gathers`, a bucket needs no segment of each rank: with hundreds of ranks these would be tiny.
+        """
         self._ranks = ranks
+        self._num_segments = len(ranks) if gathers else 0
         self._limit = bucket_bytes
         self._element_bytes = element_bytes
         self._ranks_per_node = ranks_per_node
         self._num_pieces = 0
         self._pieces: list[Piece] = []
-        self._load = _Load(len(ranks))
+        self._load = _Load(self._num_segments)
         self._closed: list[tuple[tuple[Piece, ...], int]] = []
 
     def add_weight(self, cells: list[Cell]) -> None:
         """Add one weight; of one larger than a bucket, pieces from each cell in turn, so that all holders stay busy."""
-        whole = _Load(len(self._ranks))
+        whole = _Load(self._num_segments)
         for number, cell in enumerate(cells):
             whole.add(self._load_of(self._piece(cell.box, cell, number)))
         num_parts = max(1, -(-whole.num_bytes // self._limit))
@@ -124,14 +130,14 @@ class BucketFilling:
     def _close(self) -> None:
         if self._pieces:
             self._closed.append((tuple(self._pieces), self._load.num_bytes))
-            self._pieces, self._load = [], _Load(len(self._ranks))
+            self._pieces, self._load = [], _Load(self._num_segments)
 
     def _piece(self, box: WeightSlice, cell: Cell, number: int) -> Piece:
         return Piece(box, tuple(cell.holders), tuple(cell.wanters), number)
 
     def _load_of(self, piece: Piece) -> _Load:
         num_bytes = piece.box.num_elements * self._element_bytes[piece.box.name]
-        load = _Load(len(self._ranks))
+        load = _Load(self._num_segments)
         # A rank's copies from itself need no buffer, but count, so that a bucket stays the grain of the swap.
         load.moved = dict.fromkeys(piece.wanters, num_bytes)
         for transfer in piece.transfers(self._ranks_per_node):
@@ -142,10 +148,10 @@ class BucketFilling:
 
 
 class _Load:
-    """Temporary bytes of pieces on each rank of a block, under either executor."""
+    """Temporary bytes of pieces on each rank of a block; an all-gather has so many segments, none is done with 0."""
 
-    def __init__(self, num_ranks: int):
-        self._num_ranks = num_ranks
+    def __init__(self, num_segments: int):
+        self._num_segments = num_segments
         self.moved: dict[int, int] = {}
         self.contributed: dict[int, int] = {}
 
@@ -153,13 +159,13 @@ class _Load:
     def num_bytes(self) -> int:
         """Bytes on the busiest rank; an all-gather needs equal segments per rank, as large as the largest."""
         exact = max(self.moved.values(), default=0)
-        return max(exact, self._num_ranks * max(self.contributed.values(), default=0))
+        return max(exact, self._num_segments * max(self.contributed.values(), default=0))
 
     def num_bytes_with(self, other: _Load) -> int:
         """Return `num_bytes` after a hypothetical `add(other)`."""
         exact = max((self.moved.get(rank, 0) + more for rank, more in other.moved.items()), default=0)
         segment = max((self.contributed.get(rank, 0) + more for rank, more in other.contributed.items()), default=0)
-        return max(self.num_bytes, exact, self._num_ranks * segment)
+        return max(self.num_bytes, exact, self._num_segments * segment)
 
     def add(self, other: _Load) -> None:
         for mine, more in ((self.moved, other.moved), (self.contributed, other.contributed)):

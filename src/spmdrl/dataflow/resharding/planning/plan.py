@@ -57,19 +57,21 @@ def plan_resharding(
     element_bytes: int | Mapping[str, int],
     *,
     ranks_per_node: int | None = None,
+    gathers: bool = True,
 ) -> ReshardPlan:
     """Plan the moves from the slices that ranks hold (`source`) to those that they want (`target`).
 
     `shapes` has the whole weights in model order; `element_bytes` is the element size on the wire, common or by weight.
-    Without `ranks_per_node` all ranks count as one node. Raises ValueError for slices outside their weight, for wanted
-    elements that no rank holds, and for buckets that can't take a single element.
+    Without `ranks_per_node` all ranks count as one node. Buckets suit either executor, or the exact one alone unless
+    it `gathers`. Raises ValueError for slices outside their weight, for wanted elements that no rank holds, and for
+    buckets that can't take a single element.
     """
     if isinstance(element_bytes, int):
         element_bytes = dict.fromkeys(shapes, element_bytes)
     ranks_per_node = ranks_per_node or _num_ranks(source, target)
     blocks = []
     for ranks, cells_of_weights in cells_by_block(source, target, shapes):
-        filling = BucketFilling(ranks, bucket_bytes, element_bytes, ranks_per_node)
+        filling = BucketFilling(ranks, bucket_bytes, element_bytes, ranks_per_node, gathers=gathers)
         for cells in cells_of_weights:
             filling.add_weight(cells)
         blocks.append(Block(ranks, filling.finish()))

@@ -10,6 +10,7 @@ import torch
 
 from spmdrl.dataflow.resharding.planning.plan import ReshardPlan, Shapes, plan_resharding
 from spmdrl.nouns.batch import WeightSlice
+from spmdrl.nouns.settings.flow_config import Executor
 from spmdrl.resources.collectives import gather_bytes, max_over
 
 
@@ -30,6 +31,7 @@ def agree_on_plan(
     bucket_bytes: int,
     *,
     ranks_per_node: int,
+    executor: Executor,
 ) -> AgreedPlan:
     """Plan from the slices that all ranks hold and want. Collective over the world.
 
@@ -46,7 +48,10 @@ def agree_on_plan(
             if dtypes.setdefault(name, dtype) != dtype:
                 raise ValueError(f"rank {rank} wants {name} as {dtype}, another as {dtypes[name]}; use one dtype")
     element_bytes = {name: dtype.itemsize for name, dtype in dtypes.items()}
-    plan = plan_resharding(source, target, shapes, bucket_bytes, element_bytes, ranks_per_node=ranks_per_node)
+    plan = plan_resharding(
+        source, target, shapes, bucket_bytes, element_bytes, ranks_per_node=ranks_per_node,
+        gathers=executor == "allgather",
+    )  # fmt: skip
     return AgreedPlan(plan, shapes, dtypes)
 
 
