@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def as_planned(dtype: torch.dtype, num_ranks: int, *, recompute: bool) -> int:
     launch = LaunchEnvironment(0, num_ranks, 0, num_ranks)
     with alone_in(launch) as world, planned_device(account), account.span(lambda owner: False) as span:
         update(world, dtype, recompute=recompute)
-    return span.peak_bytes
+    return span.owners.total()
 
 
 def as_planned_beside(world: World, dtype: torch.dtype, num_ranks: int, recompute: bool) -> int:
@@ -90,22 +92,39 @@ def test_the_peak_of_an_update_without_memory_is_that_of_an_allocator(dtype, num
     assert planned == pytest.approx(max(measured), rel=0.01), (planned, measured)
 
 
-@pytest.mark.ranks
-def test_a_plan_says_what_a_run_needs_and_whether_it_fits(tmp_path):
-    profile, file = tmp_path / "tiny.yaml", tmp_path / "plan.json"
-    profile.write_text("{memory_gib: 0.05, kernels: cuda}\n")
+def plan_of(folder: Path, memory_gib: float, *settings: str) -> tuple[CompletedProcess[str], dict]:
+    """The plan of the quickstart on two devices, without its data."""
+    profile, file = folder / "tiny.yaml", folder / "plan.json"
+    profile.write_text(f"{{memory_gib: {memory_gib}, kernels: cuda}}\n")
     arguments = [QUICKSTART, "--ranks", "2", "--device", str(profile), "--json", str(file)]
-    done = run_job("plan", *arguments, "data.train=nowhere.jsonl", "rollout.kv_cache_gib=0.01")
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("does not fit: ") and "in the update of rank 0" in done.stdout
-    plan = json.loads(file.read_text())
-    assert not plan["fits"] and plan["device_bytes"] == int(0.05 * 2**30)
+    done = run_job("plan", *arguments, "data.train=nowhere.jsonl", "rollout.kv_cache_gib=0.01", *settings)
+    return done, json.loads(file.read_text())
+
+
+@pytest.mark.ranks
+def test_a_plan_says_what_a_run_needs(tmp_path):
+    done, plan = plan_of(tmp_path, 1.0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fits: ") and "in the update of rank 0" in done.stdout
+    assert plan["fits"] and plan["device_bytes"] == 2**30
     (rank,) = plan["ranks"]
     assert rank["alike"] == [0, 1]
     owners = rank["slots"]["update"]
     assert owners["optimizer"] == 2 * owners["update_weights"] > 0
     assert owners["activations"] > owners["optimizer"]
     assert rank["slots"]["generation"]["kv_cache"] == pytest.approx(0.01 * 2**30, rel=0.01)
+    assert plan["bytes_by_link"]["switch"]["node"] > 0 == plan["bytes_by_link"]["switch"]["cross_node"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_is_told_the_change_by_which_it_does(tmp_path):
+    done, plan = plan_of(tmp_path, 0.11)
+    assert (done.returncode, plan["fits"]) == (1, False), done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("fits with ")]
+    assert told == "fits with train.max_tokens_per_microbatch=4096"
+    changed, plan = plan_of(tmp_path, 0.11, told.removeprefix("fits with "))
+    assert (changed.returncode, plan["fits"]) == (0, True), changed.stdout
 
 
 @pytest.mark.ranks
@@ -124,6 +143,9 @@ def test_a_dry_run_of_every_pass_needs_what_the_plan_of_some_says(tmp_path):
         assert sum(owners.values()) == pytest.approx(sum(planned["slots"][state].values()), rel=0.01), state
     # The last stage receives hidden states and sends their gradients; halves of matrices are gathered and summed.
     assert {name.split()[0] for name in found["messages"]["update"]} >= {"send", "_allgather_base_"}
+    # Three products of two operations for each weight of this rank and at least each token of the responses.
+    tokens, weights = 64 * 8 * 6, planned["slots"]["update"]["update_weights"] // 4
+    assert found["work"]["update"]["flops"] > 6 * tokens * weights
 
 
 @pytest.mark.parametrize(

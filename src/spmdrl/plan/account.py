@@ -56,10 +56,8 @@ class Message:
 class Span:
     """Something that ran on the device."""
 
-    peak_bytes: int = 0
-    """largest number of bytes held at one moment, beyond those of the owners that `Account.own` names"""
     owners: Counter[str] = field(default_factory=Counter)
-    """those bytes at that moment, by owner"""
+    """bytes by owner at the moment when most were held"""
     work: Work = field(default_factory=Work)
     messages: list[Message] = field(default_factory=list)
 
@@ -105,7 +103,7 @@ class Account:
 
     @contextlib.contextmanager
     def span(self, keep: Callable[[str], bool]) -> Iterator[Span]:
-        """Yield what runs in the block, filled in at its end; owners that `keep` names aren't among its bytes."""
+        """Yield what runs in the block, filled in at its end; the owners to `keep` aren't among its bytes."""
         span, first, before, sent = Span(), len(self._events), Work(**vars(self.work)), len(self.messages)
         held = dict(self._sizes)
         yield span
@@ -113,15 +111,15 @@ class Account:
         sizes: Counter[str] = Counter()
         for number, size in held.items():
             sizes[self._owner_of[number]] += size
-        total = sum(size for owner, size in sizes.items() if not keep(owner))
-        span.peak_bytes, span.owners = total, sizes.copy()
+        total = largest = sum(size for owner, size in sizes.items() if not keep(owner))
+        span.owners = sizes.copy()
         for number, change in self._events[first:]:
             owner = self._owner_of[number]
             sizes[owner] += change
             if not keep(owner):
                 total += change
-                if total > span.peak_bytes:
-                    span.peak_bytes, span.owners = total, sizes.copy()
+                if total > largest:
+                    largest, span.owners = total, sizes.copy()
         span.owners = Counter({owner: size for owner, size in span.owners.items() if size and not keep(owner)})
 
     def ran(self, operator: Any, args: Any, result: Any) -> None:

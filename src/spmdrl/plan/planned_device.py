@@ -32,6 +32,7 @@ from spmdrl.runtime.launch import LaunchEnvironment
 
 NAME = "planned"
 _COLLECTIVES = "unsent"
+_SET_UP = "_setup_privateuseone_for_python_backend"
 _COPIES = {getattr(torch.ops.aten, name) for name in ("_to_copy", "detach", "clone", "alias")}
 _VALUE, _MOST_VALUES = "_value_on_the_host", 4096
 _LIBRARY = torch.library.Library("aten", "IMPL")
@@ -180,10 +181,18 @@ def _never_called(*_: Any) -> None:
 
 
 def register() -> None:
-    """Make the device known to PyTorch and to its process groups, for the life of the process."""
-    if torch._C._get_privateuse1_backend_name() == NAME:
+    """Make the device known to PyTorch and to its process groups, for the life of the process.
+
+    Raises ValueError where PyTorch has no place for it.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken == NAME:
         return
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module(NAME))
+    if taken != "privateuseone":
+        raise ValueError(f"plans need the place in PyTorch that {taken} has taken; plan on a machine without {taken}")
+    if not (hasattr(backend_registration, _SET_UP) and hasattr(ShardingPropagator, "_fake_mode_lock")):
+        raise ValueError(f"plans need PyTorch 2.13, but this is {torch.__version__}; plan on a machine that has it")
+    getattr(backend_registration, _SET_UP)(NAME, backend_module=_Module(NAME))
     # Autograd takes this operator apart where a device has no kernel for it.
     _LIBRARY.impl("silu_backward", _never_called, "PrivateUse1")
     devices = ["cpu", NAME]

@@ -69,7 +69,10 @@ class RankPlan:
 
 
 def rank_classes(checked: CheckedRun, sources: Mapping[Role, ModelSource], num_ranks: int) -> list[list[int]]:
-    """Return ranks by the layers that they train and by whether they generate, the one with most elements first."""
+    """Return ranks by the layers that they train and by whether they generate.
+
+    The first of each has most elements: cuts that aren't even leave the last ranks less.
+    """
     training, generating = checked.sets_of(num_ranks)
     table = parameter_table(sources[POLICY].decoder)
     layout = checked.layout
@@ -85,11 +88,7 @@ def rank_classes(checked: CheckedRun, sources: Mapping[Role, ModelSource], num_r
             kinds = Counter((mixers[layer], moe is None or layer in moe.dense_layers) for layer in layers)
             key += (*sorted(map(str, kinds.items())), *((span.embeds, span.heads) for span in held))
         classes.setdefault(key, []).append(rank)
-
-    def num_elements(rank: int) -> int:
-        return sum(box.num_elements for box in update_slices(table, layout, rank)) if rank in training else 0
-
-    return [sorted(ranks, key=lambda rank: (-num_elements(rank), rank)) for ranks in classes.values()]
+    return list(classes.values())
 
 
 def swaps(
@@ -158,9 +157,11 @@ class Shared:
         """Return those of a rank that trains and generates with the native engine."""
         lora, layout = source.decoder.lora, checked.config.resources.generation
         training, generating = checked.sets_of(launch.world_size)
-        if training != generating or (lora is not None and lora.merge):
+        dtype = compute_dtype(checked.config.model, NAME)
+        # Trained weights are in float32.
+        if training != generating or (dtype != torch.float32 if lora is None else lora.merge):
             return cls()
-        table, dtype = parameter_table(source.decoder), compute_dtype(checked.config.model, NAME)
+        table = parameter_table(source.decoder)
         layout = fitted_stride(table, checked.layout, layout, launch.local_world_size)
         wanted = generation_slices(table, layout, launch.rank)
         names = lendable(update_slices(table, checked.layout, launch.rank), wanted)

@@ -219,8 +219,13 @@ class DryRun:
     whole: Plan
 
     def to_json(self) -> dict[str, Any]:
-        messages = {slot.name: _sums(slot.span) for slot in self.whole.ranks[0].slots}
-        return {**self.whole.to_json(), "planned": self.plan.to_json()["ranks"], "messages": messages}
+        spans = {slot.name: slot.span for slot in self.whole.ranks[0].slots if slot.span is not None}
+        return {
+            **self.whole.to_json(),
+            "planned": self.plan.to_json()["ranks"],
+            "messages": {name: _sums(span) for name, span in spans.items()},
+            "work": {name: vars(span.work) for name, span in spans.items()},
+        }
 
     def lines(self) -> Iterator[str]:
         """Yield peaks beside the plan's, and messages by operation and number of ranks."""
@@ -230,6 +235,13 @@ class DryRun:
             passes = f", {slot.num_passes} micro-batches, {planned[slot.name].num_traced} of them in the plan"
             text = f"{slot.name}: {bytes_text(slot.peak_bytes)}, planned {bytes_text(planned[slot.name].peak_bytes)}"
             yield text + (passes if slot.num_passes else "")
+            if slot.span is None:
+                continue
+            work = slot.span.work
+            yield (
+                f"    {work.launches} operators, {work.flops / 1e12:.4g} TFLOP of products and attention, "
+                f"{bytes_text(work.num_bytes)} read and written"
+            )
             for name, sent in _sums(slot.span).items():
                 yield f"    sends {bytes_text(sent['bytes'])} in {sent['messages']} x {name}"
 
@@ -239,10 +251,10 @@ def dry_run_rank(run: PlannedRun, rank: int) -> DryRun:
     return DryRun(_planned(run, [[rank]], is_whole=False), _planned(run, [[rank]], is_whole=True))
 
 
-def _sums(span: Span | None) -> dict[str, dict[str, int]]:
+def _sums(span: Span) -> dict[str, dict[str, int]]:
     """Return the number and bytes of messages, by operation and ranks."""
     sums: dict[str, dict[str, int]] = {}
-    for message in [] if span is None else span.messages:
+    for message in span.messages:
         of = sums.setdefault(f"{message.operation} of {len(message.ranks)} ranks", {"messages": 0, "bytes": 0})
         of["messages"] += 1
         of["bytes"] += message.num_bytes

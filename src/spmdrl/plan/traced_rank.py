@@ -27,13 +27,10 @@ from spmdrl.job.model.role_models import build_trainer
 from spmdrl.job.start.checked_run import CheckedRun, agreement_of
 from spmdrl.nouns.roles import CRITIC, POLICY, Role, WorkerState
 from spmdrl.observability.metrics import Recorder
-from spmdrl.plan.account import GRADIENTS, ROWS, TRANSIENT, Account, Span
+from spmdrl.plan.account import ACTIVATIONS, GRADIENTS, ROWS, TRANSIENT, Account, Span
 from spmdrl.plan.planned_rows import PlannedSamples, RowLengths
 from spmdrl.resources.mesh import join_update_mesh
 from spmdrl.resources.world import World
-
-# Memory and work repeat from here on: a pass holds no more than its pipeline has stages, and one adds to gradients.
-_PASSES_WITHOUT_PIPELINE = 2
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,11 @@ def extended(few: RankTrace, more: RankTrace) -> RankTrace:
     slots = {}
     for state, slot in more.slots.items():
         before, num_left = few.slots[state], slot.num_together - slot.num_traced
-        added = slot.span.owners - before.span.owners if slot.num_traced > before.num_traced else Counter[str]()
-        owners = slot.span.owners + Counter({owner: size * num_left for owner, size in added.items()})
-        slots[state] = replace(slot, span=replace(slot.span, owners=owners))
+        # Owners may be at their most at different moments: rows always grow, and all else counts together.
+        rows = slot.span.owners[ROWS] - before.span.owners[ROWS]
+        others = max(slot.span.owners.total() - before.span.owners.total() - rows, 0)
+        added = Counter({ROWS: rows * num_left, ACTIVATIONS: others * num_left})
+        slots[state] = replace(slot, span=replace(slot.span, owners=slot.span.owners + added))
     return replace(more, slots=slots)
 
 
@@ -119,20 +118,23 @@ class TracedRank:
         samples.keep(range(-(-samples.num_all // parts)))
         batch = samples.take(state, {"prompt_ids", "response_ids"})
         passes = engine.fitted.plan(token_rows(batch, engine.config))
-        num_traced = min(len(passes), self._most_passes(engine))
+        num_traced = min(len(passes), self._most_passes(engine, trains=state.work == "train"))
         samples.keep([row for members in passes[:num_traced] for row in members])
         epochs = config.train.epochs_per_step if state.work == "train" else 1
         with self._account.span(lambda owner: owner not in TRANSIENT) as span:
             stage(cast(Samples, samples))
         return SlotTrace(role, span, len(passes) * parts * epochs, len(passes), num_traced)
 
-    def _most_passes(self, engine: TrainingEngine) -> int:
+    def _most_passes(self, engine: TrainingEngine, *, trains: bool) -> int:
+        """Return the number of micro-batches after which memory repeats, and those beyond."""
         layout = engine.mesh.layout
-        if self._more_passes is None or (layout.pipeline > 1 and layout.pipeline_schedule == "gpipe"):
+        is_pipelined = layout.pipeline > 1
+        if self._more_passes is None or (trains and is_pipelined and layout.pipeline_schedule == "gpipe"):
             # This schedule holds all micro-batches of an update.
             return 1 << 30
-        num_held = layout.pipeline * layout.pipeline_chunks if layout.pipeline > 1 else _PASSES_WITHOUT_PIPELINE
-        return num_held + self._more_passes
+        num_held = layout.pipeline * layout.pipeline_chunks if is_pipelined else 1
+        # One more comes once there are gradients.
+        return 1 + num_held + self._more_passes
 
     def _stages(self) -> dict[WorkerState, Stage]:
         checked, config = self._checked, self._checked.config

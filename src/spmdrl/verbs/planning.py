@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.config.config import Config
@@ -16,6 +17,7 @@ from spmdrl.job.start.model_checks import check_generation_cuts, check_model_fit
 from spmdrl.job.start.prepared import source_without_making
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY, Role
+from spmdrl.plan.advice import advice
 from spmdrl.plan.planned_rows import RowLengths
 from spmdrl.plan.run_plan import DryRun, Plan, PlannedRun, dry_run_rank, plan_run, read_profile
 from spmdrl.runtime.launch import LaunchEnvironment
@@ -31,10 +33,21 @@ def main(
     `sizes` is a folder with the config.json of a model that stands for the config's. Rows have the longest prompts and
     responses that the config allows, unless other lengths are given.
     """
-    run = planned_run(loaded, planned, device, prompt_length, response_length, sizes)
+
+    def with_config(config: Config) -> PlannedRun:
+        return planned_run(replace(loaded, value=config), planned, device, prompt_length, response_length, sizes)
+
+    run = with_config(loaded.value)
     with waiting(f"planning {run.launch.world_size} ranks"):
         plan = plan_run(run)
     show("\n".join(plan.lines()))
+    if not plan.fits:
+        with waiting("looking for a change by which it fits"):
+            found = advice(plan, run, with_config)
+        settings = " ".join(f"{key}={value}" for key, value in found)
+        show(
+            f"fits with {settings}" if found else "no change of swap, micro-batches, recomputation or degrees suffices"
+        )
     _write(json_file, plan)
     return int(not plan.fits)
 
