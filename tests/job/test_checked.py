@@ -64,8 +64,10 @@ def test_the_configs_of_the_repository_are_right():
         data += ["data.eval=null", "reward.functions=[exact]"] if path.parent.name == "reasoning_gym" else []
         # What chooses an algorithm stands behind a config that has a model.
         before = [root / "configs/debug/quickstart.yaml"] if path.parent.name == "algorithms" else []
-        # Wherever their devices and engines are.
-        check_run(load_config([*before, path], data), "train", launch=LaunchEnvironment())
+        # The paper's name their number of devices. Wherever these and engines are.
+        ranks = int(path.stem.rpartition("_")[2]) if path.parent.name == "paper" else 1
+        launch = LaunchEnvironment(world_size=ranks, local_world_size=ranks)
+        check_run(load_config([*before, path], data), "train", launch=launch)
 
 
 @pytest.mark.parametrize(
