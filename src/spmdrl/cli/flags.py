@@ -18,17 +18,10 @@ def take_verb(arguments: Sequence[str], verbs: Collection[str]) -> tuple[str, li
 
 def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, int], list[str]]:
     """Split flags and their whole numbers from the other arguments; the last one of each wins."""
+    texts, others = _split(arguments, flags)
     numbers: dict[str, int] = {}
-    others: list[str] = []
-    rest = deque(arguments)
-    while rest:
-        argument = rest.popleft()
-        flag, equals, text = argument.partition("=")
-        if flag not in flags:
-            others.append(argument)
-            continue
-        text = text if equals else (rest.popleft() if rest else "")
-        text = text.removesuffix("GiB") if flag == MEMORY else text
+    for flag, written in texts.items():
+        text = written.removesuffix("GiB") if flag == MEMORY else written
         if not text.isdecimal() or len(text) > 6 or int(text) < 1:
             example = "80GiB" if flag == MEMORY else "8"
             raise ConfigError(f"{flag} is {text!r}, but must be a whole number, as in {flag} {example}")
@@ -38,6 +31,14 @@ def take_numbers(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict
 
 def take_texts(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """Split flags and their texts from the other arguments; the last one of each wins."""
+    texts, others = _split(arguments, flags)
+    if empty := [flag for flag, text in texts.items() if not text]:
+        raise ConfigError(f"{empty[0]} has no value; write {empty[0]} VALUE")
+    return texts, others
+
+
+def _split(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Split flags from the other arguments; the text of one at the end is empty."""
     texts: dict[str, str] = {}
     others: list[str] = []
     rest = deque(arguments)
@@ -48,6 +49,4 @@ def take_texts(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[s
             others.append(argument)
             continue
         texts[flag] = text if equals else (rest.popleft() if rest else "")
-        if not texts[flag]:
-            raise ConfigError(f"{flag} has no value; write {flag} VALUE")
     return texts, others
