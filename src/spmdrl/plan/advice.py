@@ -1,4 +1,4 @@
-"""The smallest change of a run's settings by which it fits its devices, found by planning it anew."""
+"""Changes of a run's settings by which it fits its devices, found by planning it anew."""
 
 from __future__ import annotations
 
