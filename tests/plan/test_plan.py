@@ -146,6 +146,9 @@ def test_a_dry_run_of_every_pass_needs_what_the_plan_of_some_says(tmp_path):
     # Three products of two operations for each weight of this rank and at least each token of the responses.
     tokens, weights = 64 * 8 * 6, planned["slots"]["update"]["update_weights"] // 4
     assert found["work"]["update"]["flops"] > 6 * tokens * weights
+    # The plan ran a few micro-batches of many, and counted the others.
+    for state, work in found["work"].items():
+        assert list(work.values()) == pytest.approx(list(found["planned_work"][state].values()), rel=0.001), state
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ TRANSIENT = frozenset({ACTIVATIONS, GRADIENTS, GATHERED, ROWS})
 """Owners that hold bytes within a worker state only."""
 # FSDP2's copies of whole weights before a layer runs, and of whole gradients after it.
 _GATHERING = "fsdp::"
+ATTENDED = "planned::paged_attention"
+"""Operator that stands for attention to the KV cache; what it reads isn't in its shapes."""
 
 
 @dataclass
@@ -36,9 +38,17 @@ class Work:
     """bytes that operators read and write, each once"""
     launches: int = 0
     """operators that compute"""
+    product_bytes: int = 0
+    """bytes among `num_bytes` of operators with `flops`"""
 
-    def minus(self, other: Work) -> Work:
-        return Work(self.flops - other.flops, self.num_bytes - other.num_bytes, self.launches - other.launches)
+    def __add__(self, other: Work) -> Work:
+        return Work(*(one + another for one, another in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __sub__(self, other: Work) -> Work:
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> Work:
+        return Work(*(round(factor * one) for one in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,8 @@ class Span:
     owners: Counter[str] = field(default_factory=Counter)
     """bytes by owner at the moment when most were held"""
     work: Work = field(default_factory=Work)
-    messages: list[Message] = field(default_factory=list)
+    messages: Counter[Message] = field(default_factory=Counter)
+    """number of times that each was sent"""
 
 
 class Account:
@@ -68,6 +79,8 @@ class Account:
     def __init__(self) -> None:
         self.work = Work()
         self.messages: list[Message] = []
+        self.positions = 1
+        """cached positions of a row that decodes"""
         self._owner = ""
         self._events: list[tuple[int, int]] = []
         """(storage, change of its bytes), in order"""
@@ -107,7 +120,7 @@ class Account:
         span, first, before, sent = Span(), len(self._events), Work(**vars(self.work)), len(self.messages)
         held = dict(self._sizes)
         yield span
-        span.work, span.messages = self.work.minus(before), self.messages[sent:]
+        span.work, span.messages = self.work - before, Counter(self.messages[sent:])
         sizes: Counter[str] = Counter()
         for number, size in held.items():
             sizes[self._owner_of[number]] += size
@@ -138,9 +151,15 @@ class Account:
         if operator.is_view or not (any(new) or writes or not results) or name.startswith(_WITHOUT_WORK):
             return
         self.work.launches += 1
-        self.work.num_bytes += sum(one.nbytes for one in (*inputs, *results))
+        if name == ATTENDED:
+            num_bytes, flops = _of_cached(args, self.positions)
+            self.work += Work(flops, num_bytes, 0, num_bytes)
+            return
+        num_bytes = _moved_bytes(name, inputs, results)
+        self.work.num_bytes += num_bytes
         if (count := _FLOPS.get(name)) is not None:
             self.work.flops += round(count(args, results[0]))
+            self.work.product_bytes += num_bytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         self._see(storage, GATHERED)
@@ -190,6 +209,15 @@ def _of_attention(query_THK: Tensor, longest_query: int, longest_key: int) -> fl
     return 4.0 * query_THK.numel() * (longest_key - longest_query / 2)
 
 
+def _of_cached(args: Any, num_positions: int) -> tuple[int, int]:
+    """Return the bytes and flops of attention from one query per row to so many cached positions."""
+    query_BHK, keys, values, window = args
+    num_seen = num_positions if window is None else min(num_positions, window)
+    heads = keys.shape[1] * keys.element_size() * (keys.shape[-1] + values.shape[-1])
+    per_position = 2 * query_BHK.shape[1] * (query_BHK.shape[-1] + values.shape[-1])
+    return len(query_BHK) * num_seen * heads, len(query_BHK) * num_seen * per_position
+
+
 _FLOPS: dict[str, Callable[[Any, Tensor], float]] = {
     **dict.fromkeys(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::_grouped_mm"), _of_product),
     "aten::_flash_attention_forward": lambda args, out: _of_attention(args[0], *args[5:7]),
@@ -198,6 +226,20 @@ _FLOPS: dict[str, Callable[[Any, Tensor], float]] = {
 }
 # Allocation without a kernel.
 _WITHOUT_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
+
+
+# Operators that read some places of their first tensor, and those that write some.
+_READ_PLACES = ("aten::embedding", "aten::index_select", "aten::index", "aten::gather")
+_WRITE_PLACES = ("aten::index_copy_", "aten::index_put_", "aten::_index_put_impl_", "aten::scatter_")
+
+
+def _moved_bytes(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Return the bytes that an operator reads and writes."""
+    if name in _READ_PLACES:
+        return sum(one.nbytes for one in inputs[1:]) + 2 * sum(one.nbytes for one in results)
+    if name in _WRITE_PLACES:
+        return 2 * sum(one.nbytes for one in inputs[1:])
+    return sum(one.nbytes for one in (*inputs, *results))
 
 
 def _size(value: Any) -> int:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.models.kernels.packed import Window
 from spmdrl.engines.parallel.expert_parallel import AllToAllDispatch, Trip
+from spmdrl.plan.account import ATTENDED
 from spmdrl.plan.planned_device import NAME
 
 
@@ -54,8 +56,20 @@ def _invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return weights_BV.argmax(-1)
 
 
-def _paged_attention(q_BHK: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+@torch.library.custom_op(ATTENDED, mutates_args=())
+def _attended(q_BHK: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    raise NotImplementedError("runs on planned devices only")
+
+
+@_attended.register_fake
+def _shape_of_attended(q_BHK: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     return q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1])
+
+
+def _paged_attention(
+    q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor, window: Window, *_: Any
+) -> Tensor:  # fmt: skip
+    return cast(Tensor, _attended(q_BHK, keys, values, window))
 
 
 def _evenly(grouped_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -97,9 +111,12 @@ _IN_TRITON: dict[str, Callable[..., Any]] = {
 
 
 def take_kernels_of(kind: str) -> None:
-    """Let the planned device run the operations of a kind of device, or the plain ones where it has none."""
+    """Let the planned device run the operations of a kind of device, or the plain ones where it has none.
+
+    A CPU's are compiled and read values, so plain ones stand for them too.
+    """
     for name, row in ops.TABLE.items():
-        row[NAME] = row[kind] if kind in row else getattr(plain, name)
+        row[NAME] = row[kind] if kind in row and kind != "cpu" else getattr(plain, name)
         if kind == "cuda" and name in _IN_TRITON:
             row[NAME] = _IN_TRITON[name]
     route_evenly()

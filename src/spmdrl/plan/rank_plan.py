@@ -44,7 +44,11 @@ class SlotPlan:
     num_passes: int = 0
     """micro-batches"""
     num_traced: int = 0
-    """micro-batches that `span` has"""
+    """micro-batches that ran for it"""
+    num_repeats: int = 1
+    """times that the work of `span` is done in a step"""
+    bubble: float = 0.0
+    """idle time of a pipeline as a share of the busy time"""
     refusal: str = ""
     """reason why a run would stop here"""
 
@@ -193,4 +197,7 @@ def slots_of(
         own = Counter({owner: held[owner] for owner in frozen & {slot.role.weights}})
         kept = Counter({"generation_weights": shared.kept})
         present = (training + own if is_swapped else held) + slot.span.owners + kept
-        yield SlotPlan(state.value, present, slot.span, slot.num_passes, slot.num_traced)
+        repeats = slot.num_passes // max(slot.num_together, 1)
+        yield SlotPlan(
+            state.value, present, slot.span, slot.num_passes, slot.num_traced, num_repeats=repeats, bubble=slot.bubble
+        )

@@ -7,19 +7,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar, cast
 
 import torch
-import yaml
 
-from spmdrl.config.reader import ConfigError
 from spmdrl.dataflow.samples.volume import Link, Volume
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.plan.account import Span
+from spmdrl.plan.device_profile import DeviceProfile
 from spmdrl.plan.link_bytes import PlannedLengths, sample_flow_bytes
 from spmdrl.plan.planned_device import NAME
 from spmdrl.plan.planned_kernels import take_kernels_of
@@ -35,40 +35,12 @@ from spmdrl.plan.rank_plan import (
     trace_rank,
 )
 from spmdrl.plan.resharding_bytes import ReshardingBytes, resharding_bytes
+from spmdrl.plan.slot_times import Moved, StepTimes, step_times
 from spmdrl.plan.traced_rank import RankTrace, extended
 from spmdrl.runtime.launch import LaunchEnvironment
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-_DEVICES = Path(__file__).with_name("devices.yaml")
-
-
-@dataclass(frozen=True)
-class DeviceProfile:
-    """A kind of device."""
-
-    name: str
-    memory_gib: float
-    """memory that programs see"""
-    kernels: str
-    """row of the table of operations whose kernels it runs: cuda, or cpu for the plain ones"""
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * 2**30)
-
-
-def read_profile(name: str) -> DeviceProfile:
-    """Return the profile of a known device, or of a YAML file. Raises ConfigError."""
-    path = Path(name)
-    profiles = yaml.safe_load(_DEVICES.read_text())
-    if name not in profiles and not path.is_file():
-        raise ConfigError(f"--device is {name!r}, but must be one of {', '.join(profiles)}, or a YAML file")
-    values = profiles[name] if name in profiles else yaml.safe_load(path.read_text())
-    try:
-        return DeviceProfile(path.stem, **values)
-    except TypeError as error:
-        raise ConfigError(f"--device {name}: {error}; {_DEVICES.name} of the package shows the form") from error
 
 
 @dataclass(frozen=True)
@@ -88,6 +60,8 @@ class Plan:
     """True if the training state leaves the device for generation"""
     seconds: float
     """time that planning took"""
+    times: StepTimes | None
+    """None for a device without rates"""
 
     @property
     def fits(self) -> bool:
@@ -111,6 +85,7 @@ class Plan:
                 for one in self.ranks
             ],
             "bytes_by_link": self.bytes_by_link,
+            **({} if self.times is None else vars(self.times)),
         }
 
     @property
@@ -148,6 +123,8 @@ class Plan:
             f"unused after a switch without the swap (the paper's Eq. 3, all devices): "
             f"{bytes_text(round(self.switch.equation_3))}; with it: 0"
         )
+        if self.times is not None:
+            yield from self.times.lines()
         yield f"planned in {self.seconds:.1f} s"
 
 
@@ -206,9 +183,9 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
     lengths = PlannedLengths(run.lengths.prompt, run.lengths.response)
     flow = sample_flow_bytes(checked, decoders[POLICY], run.launch, lengths)
     switch = resharding_bytes(checked, decoders, run.launch, NAME)
-    return Plan(
-        run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, time.perf_counter() - started
-    )  # fmt: skip
+    times = step_times(checked, ranks, Moved(flow, switch, is_swapped), run.device, run.launch, run.lengths)
+    seconds = time.perf_counter() - started
+    return Plan(run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, seconds, times)
 
 
 @dataclass(frozen=True)
@@ -219,12 +196,16 @@ class DryRun:
     whole: Plan
 
     def to_json(self) -> dict[str, Any]:
-        spans = {slot.name: slot.span for slot in self.whole.ranks[0].slots if slot.span is not None}
+        planned, spans = (
+            {slot.name: slot.span for slot in plan.ranks[0].slots if slot.span is not None}
+            for plan in (self.plan, self.whole)
+        )
         return {
             **self.whole.to_json(),
             "planned": self.plan.to_json()["ranks"],
             "messages": {name: _sums(span) for name, span in spans.items()},
             "work": {name: vars(span.work) for name, span in spans.items()},
+            "planned_work": {name: vars(span.work) for name, span in planned.items()},
         }
 
     def lines(self) -> Iterator[str]:
@@ -254,29 +235,62 @@ def dry_run_rank(run: PlannedRun, rank: int) -> DryRun:
 def _sums(span: Span) -> dict[str, dict[str, int]]:
     """Return the number and bytes of messages, by operation and ranks."""
     sums: dict[str, dict[str, int]] = {}
-    for message in span.messages:
+    for message, count in span.messages.items():
         of = sums.setdefault(f"{message.operation} of {len(message.ranks)} ranks", {"messages": 0, "bytes": 0})
-        of["messages"] += 1
-        of["bytes"] += message.num_bytes
+        of["messages"] += count
+        of["bytes"] += count * message.num_bytes
     return sums
-
-
-_work: Callable[[Any], Any]
 
 
 def each_in_a_child(work: Callable[[Given], Made], tasks: Sequence[Given]) -> list[Made]:
     """Return the results of tasks, each in a process of its own.
 
-    PyTorch keeps the groups of a job in caches for the life of a process, which can be one rank only.
+    PyTorch keeps the groups of a job in caches for the life of a process, which can be one rank only. Raises
+    RuntimeError if a process ends without a result, as one does that the system stops for want of memory.
     """
-    global _work
-    _work = work
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     # Forked, as nothing that isn't picklable need be passed.
-    with multiprocessing.get_context("fork").Pool(min(len(tasks), num_cores), maxtasksperchild=1) as pool:
-        return pool.map(_do, tasks, chunksize=1)
+    context, results = multiprocessing.get_context("fork"), dict[int, Made]()
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    waiting, running = list(enumerate(tasks))[::-1], dict[Connection, tuple[int, BaseProcess]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_cores:
+                place, task = waiting.pop()
+                receiver, sender = context.Pipe(duplex=False)
+                child = context.Process(target=_send_result, args=(sender, work, task), daemon=True)
+                child.start()
+                sender.close()
+                running[receiver] = place, child
+            for receiver in cast(list[Connection], wait(list(running))):
+                place, ended = running.pop(receiver)
+                results[place] = _received(receiver, ended)
+    finally:
+        for _, left in running.values():
+            left.kill()
+            left.join()
+    return [results[place] for place in range(len(tasks))]
 
 
-def _do(task: Any) -> Any:
+def _received(receiver: Connection, child: BaseProcess) -> Any:
+    with receiver:
+        try:
+            result = receiver.recv()
+        except EOFError:
+            result = None
+        child.join()
+    if result is None:
+        raise RuntimeError(
+            f"a process of the plan ended with {child.exitcode} and without a result; -9: out of memory?"
+        )
+    if isinstance(result, Exception):
+        raise result
+    return result[0]
+
+
+def _send_result(sender: Connection, work: Callable[[Any], Any], task: Any) -> None:
     torch.set_num_threads(1)
-    return _work(task)
+    try:
+        result: Any = (work(task),)
+    except Exception as error:
+        result = error
+    sender.send(result)

@@ -1,9 +1,10 @@
-"""The native engine of one rank on a planned device: what it holds, and its first steps."""
+"""The native engine of one rank on a planned device: what it holds, its first steps, and the work of all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.native.native_engine import NativeEngine
@@ -13,7 +14,8 @@ from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import engine_decoder
 from spmdrl.job.start.checked_run import CheckedRun
-from spmdrl.plan.account import TRANSIENT, Account, Span
+from spmdrl.nouns.settings.rollout_config import RolloutConfig
+from spmdrl.plan.account import TRANSIENT, Account, Message, Span, Work
 from spmdrl.plan.planned_device import set_memory
 from spmdrl.plan.planned_rows import RowLengths
 from spmdrl.resources.mesh import build_generation_mesh
@@ -29,7 +31,7 @@ def trace_generation(
 ) -> tuple[Counter[str], Span]:  # fmt: skip
     """Wake the native engine of a rank that generates beside `kept_bytes` of other owners, and run its first steps.
 
-    Returns the bytes that it holds, by owner. Raises NoRoom.
+    Returns the bytes that it holds, by owner, and what its first steps need with the work of all. Raises NoRoom.
     """
     config = checked.config
     _, generating = checked.sets_of(world.size)
@@ -45,22 +47,12 @@ def trace_generation(
         )  # fmt: skip
         engine.wake_weights()
     num_groups = most_groups_each(config.rollout.prompts_per_step + config.rollout.extra_prompts, len(mesh.replicas))
-    size, vocab_size = config.rollout.num_generations, source.decoder.vocab_size
-    sampling = config.rollout.sampling(())
-    requests = [
-        Request(
-            tuple(range(group * size, group * size + size)),
-            tuple((group * 31 + place) % vocab_size for place in range(lengths.prompt)),
-            tuple(range(size)),
-            sampling,
-        )
-        for group in range(min(num_groups, config.rollout.max_running_rows))
-    ]
+    asked = PlannedRequests(config.rollout, lengths, source.decoder.vocab_size)
     set_memory(total_bytes - kept_bytes - account.held["generation_weights"], total_bytes)
     with account.own("kv_cache"):
         try:
             engine.wake_cache()
-            engine.submit(requests)
+            engine.submit(asked.of(range(min(num_groups, config.rollout.max_running_rows))))
         except ValueError as error:
             raise NoRoom(str(error)) from error
     held = Counter({owner: account.held[owner] for owner in ("generation_weights", "kv_cache")})
@@ -68,7 +60,71 @@ def trace_generation(
         for _ in range(_MOST_STEPS):
             engine.step()
         engine.abort()
+    num_rows = config.rollout.prompts_per_step * config.rollout.num_generations / len(mesh.replicas)
+    span.work, span.messages = _all_steps(engine, asked, account, num_rows, held["kv_cache"])
     return held, span
+
+
+@dataclass(frozen=True)
+class PlannedRequests:
+    """Requests of the planned lengths."""
+
+    rollout: RolloutConfig
+    lengths: RowLengths
+    vocab_size: int
+
+    def of(self, groups: Iterable[int]) -> list[Request]:
+        """Return these groups' requests."""
+        size, sampling = self.rollout.num_generations, self.rollout.sampling(())
+        return [
+            Request(
+                tuple(range(group * size, group * size + size)),
+                tuple((group * 31 + place) % self.vocab_size for place in range(self.lengths.prompt)),
+                tuple(range(size)),
+                sampling,
+            )
+            for group in groups
+        ]
+
+
+def _all_steps(
+    engine: NativeEngine, asked: PlannedRequests, account: Account, num_rows: float, cache_bytes: int
+) -> tuple[Work, Counter[Message]]:  # fmt: skip
+    """Return the work and messages of as many rows as a replica has on average, in waves of those that run together.
+
+    Steps that fill the prompts of a few groups are traced, and one that decodes their rows at half of their responses.
+    """
+    rollout, lengths = asked.rollout, asked.lengths
+    size, longest = rollout.num_generations, lengths.prompt + rollout.max_completion_length
+    most_rows = min(num_rows, rollout.max_running_rows)
+    if rollout.kv_cache_gib is None:
+        of_group = engine.cache_bytes_for(num_groups=1, group_size=size, num_tokens=longest)
+        most_rows = min(most_rows, max(cache_bytes // of_group, 1) * size)
+    filled = max(1, min(rollout.max_prefill_tokens // lengths.prompt, most_rows // size))
+    # Other prompts than before, of which the cache has parts.
+    engine.submit(asked.of(range(1000, 1000 + int(filled))))
+    account.positions = lengths.prompt + lengths.response // 2
+    num_filling = -(-int(filled) * lengths.prompt // rollout.max_prefill_tokens)
+    # The last step that fills prompts decodes, too.
+    with account.span(lambda _: True) as filling:
+        for _ in range(num_filling):
+            engine.step()
+    with account.span(lambda _: True) as decoding:
+        engine.step()
+    engine.abort()
+    prompts, num_waves = num_rows / (filled * size), -(-num_rows // most_rows)
+    work = prompts * (filling.work - decoding.work)
+    steps, rows = num_waves * (lengths.response - 1), num_rows / num_waves / min(filled * size, most_rows)
+    one = decoding.work
+    # Weights are read once for all rows.
+    wider = Work(round(one.flops * rows), 0, one.launches, one.product_bytes)
+    wider.num_bytes = wider.product_bytes + round((one.num_bytes - one.product_bytes) * rows)
+    messages: Counter[Message] = Counter()
+    for found, times, size_of in ((filling, prompts, 1.0), (decoding, steps, rows)):
+        for message, count in found.messages.items():
+            sent = replace(message, num_bytes=round(message.num_bytes * size_of))
+            messages[sent] += max(round(times * count), 1)
+    return work + steps * wider, messages
 
 
 class NoRoom(ValueError):

@@ -41,6 +41,8 @@ class SlotTrace:
     span: Span
     num_passes: int
     """micro-batches of the whole slot"""
+    bubble: float
+    """idle time of a pipeline as a share of the busy time"""
     num_together: int
     """micro-batches of one optimizer step, or of one scoring of all rows"""
     num_traced: int
@@ -69,7 +71,12 @@ def extended(few: RankTrace, more: RankTrace) -> RankTrace:
         rows = slot.span.owners[ROWS] - before.span.owners[ROWS]
         others = max(slot.span.owners.total() - before.span.owners.total() - rows, 0)
         added = Counter({ROWS: rows * num_left, ACTIVATIONS: others * num_left})
-        slots[state] = replace(slot, span=replace(slot.span, owners=slot.span.owners + added))
+        span, fewer = slot.span, before.span
+        work = span.work + num_left * (span.work - fewer.work)
+        messages = Counter(
+            {sent: count + num_left * (count - fewer.messages[sent]) for sent, count in span.messages.items()}
+        )
+        slots[state] = replace(slot, span=Span(span.owners + added, work, messages))
     return replace(more, slots=slots)
 
 
@@ -123,7 +130,9 @@ class TracedRank:
         epochs = config.train.epochs_per_step if state.work == "train" else 1
         with self._account.span(lambda owner: owner not in TRANSIENT) as span:
             stage(cast(Samples, samples))
-        return SlotTrace(role, span, len(passes) * parts * epochs, len(passes), num_traced)
+        layout = engine.mesh.layout
+        bubble = (layout.pipeline - 1) / (layout.pipeline_chunks * len(passes))
+        return SlotTrace(role, span, len(passes) * parts * epochs, bubble, len(passes), num_traced)
 
     def _most_passes(self, engine: TrainingEngine, *, trains: bool) -> int:
         """Return the number of micro-batches after which memory repeats, and those beyond."""

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+from tests.support.jobs import ROOT, run_job
+
+from spmdrl.config.reader import ConfigError
+from spmdrl.plan.account import Message, Work
+from spmdrl.plan.device_profile import CROSS_NODE, NODE, LinkRate, Rates, read_profile
+from spmdrl.plan.run_plan import each_in_a_child
+from spmdrl.plan.slot_times import GIB, link_of, seconds_of_messages, seconds_of_work
+
+QUICKSTART = str(ROOT / "configs/debug/quickstart.yaml")
+RATES = Rates(tflops=2.0, gib_per_second=4.0, launch_us=10.0)
+
+
+def test_work_takes_what_limits_it():
+    few_flops = Work(flops=10**12, num_bytes=12 * GIB, launches=1000, product_bytes=8 * GIB)
+    assert seconds_of_work(few_flops, RATES, overlaps=False) == pytest.approx(2 + 1 + 0.01)
+    many_flops = Work(flops=6 * 10**12, num_bytes=12 * GIB, launches=1000, product_bytes=8 * GIB)
+    assert seconds_of_work(many_flops, RATES, overlaps=False) == pytest.approx(3 + 1 + 0.01)
+    assert seconds_of_work(many_flops, RATES, overlaps=True) == pytest.approx(4)
+    launched = Work(flops=6 * 10**12, num_bytes=12 * GIB, launches=10**6, product_bytes=8 * GIB)
+    assert seconds_of_work(launched, RATES, overlaps=True) == pytest.approx(10)
+
+
+def test_messages_take_the_slowest_link_of_their_ranks():
+    links = {NODE: LinkRate(8.0, 10.0), CROSS_NODE: LinkRate(1.0, 100.0)}
+    near, far = Message("allreduce_", (0, 1, 2, 3), GIB), Message("allreduce_", (3, 4), GIB)
+    assert (link_of(near.ranks, 4), link_of(far.ranks, 4)) == (NODE, CROSS_NODE)
+    assert seconds_of_messages(Counter({near: 2}), links, 4) == pytest.approx(2 * (1 / 8 + 2 * 10e-6))
+    assert seconds_of_messages(Counter({far: 3}), links, 4) == pytest.approx(3 * (1 + 100e-6))
+
+
+@pytest.mark.ranks
+def test_a_plan_has_the_seconds_of_each_stage(tmp_path):
+    file = tmp_path / "plan.json"
+    done = run_job("plan", QUICKSTART, "--ranks", "2", "--nodes", "2", "--json", str(file), "algo.kl_coef=0.01")
+    assert done.returncode == 0, done.stderr
+    plan, (line,) = json.loads(file.read_text()), [line for line in done.stdout.splitlines() if "Eq. 5" in line]
+    assert {"switch", "generation", "reference", "update", "sample flow"} == plan["stages"].keys()
+    assert min(plan["stages"].values()) > 0
+    assert sum(plan["stages"].values()) == pytest.approx(plan["step_seconds"])
+    tokens = 64 * 8 * (58 + 6)
+    assert plan["tokens_per_second_per_device"] == pytest.approx(tokens / plan["step_seconds"] / 2)
+    assert line.endswith(f"{plan['tokens_per_second_per_device']:.4g}")
+
+
+def test_a_process_that_ends_without_a_result_is_told():
+    assert each_in_a_child(lambda number: number * number, [1, 2, 3]) == [1, 4, 9]
+    with pytest.raises(RuntimeError, match="ended with 7 and without a result"):
+        each_in_a_child(lambda code: os._exit(code), [7])
+    with pytest.raises(ValueError, match="no such row"):
+        each_in_a_child(refuse, [1])
+
+
+def refuse(_: int) -> None:
+    raise ValueError("no such row")
+
+
+@pytest.mark.parametrize("text", ["{memory_gib: 8.0}", "{memory_gib: 8.0, kernels: cuda, rates: {training: {}}}", "[]"])
+def test_a_device_file_with_parts_missing_is_refused(tmp_path, text):
+    file = tmp_path / "device.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="shows the form"):
+        read_profile(str(file))
