@@ -44,6 +44,7 @@ BENCHES = {
     "lags": "learning.lags_bench",
     "layouts": "layouts.layouts",
     "links": "plan.link_truth",
+    "times": "plan.stage_times",
     "memory": "memory.memory_bench",
     "overhead": "training.overhead",
     "paper": "paper.paper_bench",

@@ -9,7 +9,8 @@ from tests.support.jobs import ROOT, run_job
 
 from spmdrl.config.reader import ConfigError
 from spmdrl.plan.account import Message, Work
-from spmdrl.plan.device_profile import CROSS_NODE, NODE, LinkRate, Rates, read_profile
+from spmdrl.plan.device_profile import CROSS_NODE, GENERATION, NODE, SCORING, TRAINING, LinkRate, Rates, read_profile
+from spmdrl.plan.rate_fit import TimedPart, fit_rates
 from spmdrl.plan.run_plan import each_in_a_child
 from spmdrl.plan.slot_times import GIB, link_of, seconds_of_messages, seconds_of_work
 
@@ -33,6 +34,23 @@ def test_messages_take_the_slowest_link_of_their_ranks():
     assert (link_of(near.ranks, 4), link_of(far.ranks, 4)) == (NODE, CROSS_NODE)
     assert seconds_of_messages(Counter({near: 2}), links, 4) == pytest.approx(2 * (1 / 8 + 2 * 10e-6))
     assert seconds_of_messages(Counter({far: 3}), links, 4) == pytest.approx(3 * (1 + 100e-6))
+
+
+def test_rates_that_made_times_are_found_again():
+    true = {TRAINING: RATES, SCORING: Rates(1.0, 8.0, 30.0), GENERATION: Rates(0.5, 2.0, 50.0)}
+    link = LinkRate(0.5, 200.0)
+    parts = []
+    for kind, rates in true.items():
+        for size in (1, 2, 3, 5, 8, 13):
+            work = Work(size**2 * 10**10, (15 - size) * 10**7, 40 * size + 7, 10**6)
+            sent = Counter({Message("allreduce_", (0, 1), size * 10**7): 1 + 20 % (size + 2)})
+            seconds = seconds_of_work(work, rates, overlaps=False) + seconds_of_messages(sent, {NODE: link}, 2)
+            parts.append(TimedPart(kind, work, sent, seconds))
+    found, found_link = fit_rates(parts, {NODE: LinkRate(1.0)})
+    assert found_link.gib_per_second == pytest.approx(link.gib_per_second, rel=0.01)
+    assert found_link.message_us == pytest.approx(link.message_us, rel=0.02)
+    for kind, rates in true.items():
+        assert list(vars(found[kind]).values()) == pytest.approx(list(vars(rates).values()), rel=0.02), kind
 
 
 @pytest.mark.ranks

@@ -214,19 +214,23 @@ def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     is_dry_run = "--dry-run" in arguments
     planned, rest = take_ranks([word for word in arguments if word != "--dry-run"])
     numbers, rest = take_numbers(rest, ("--prompt-length", "--response-length"))
-    texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *(["--rank"] if is_dry_run else [])))
+    texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *(["--rank"] if is_dry_run else ["--calibrate"])))
     rank = texts.get("--rank", "0")
     if not rank.isdecimal():
         raise ConfigError(f"--rank is {rank!r}, but must be a rank, as in --rank 0")
     return {
-        **({"rank": int(rank)} if is_dry_run else {}),
+        **({"rank": int(rank)} if is_dry_run else {"device_file": _path(texts.get("--calibrate"))}),
         "planned": planned,
         "device": texts.get("--device", "h100"),
         "prompt_length": numbers.get("--prompt-length"),
         "response_length": numbers.get("--response-length"),
-        "sizes": Path(texts["--sizes"]) if "--sizes" in texts else None,
-        "json_file": Path(texts["--json"]) if "--json" in texts else None,
+        "sizes": _path(texts.get("--sizes")),
+        "json_file": _path(texts.get("--json")),
     }, rest
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -91,6 +91,7 @@ examples:
 """,
     "plan": f"""usage: spmdrl plan {_CONFIGURED} [--ranks N] [--nodes N] [--device NAME|FILE]
            [--prompt-length N] [--response-length N] [--sizes FOLDER] [--json FILE]
+       spmdrl plan {_CONFIGURED} --calibrate FILE [--ranks N]
        spmdrl train {_CONFIGURED} --dry-run [--rank R] [the same]
 
 Prints, for `train` on N ranks, the memory of one rank of each kind by worker state and owner, and whether it fits a
@@ -99,10 +100,15 @@ or weights need be here: the models are built as on such a rank, of tensors with
 a step on rows of the given lengths (by default the longest that the config allows). --sizes takes the config.json of a
 folder in place of model.path. Ends with 1 if it doesn't fit. docs/planning.md has what is planned, and how exactly.
 
+Seconds of each state, and tokens per second and device, follow from the device's rates. Those of the names are made
+of data sheets; --calibrate trains small random models on N ranks of this machine for some minutes and writes a device
+FILE with the rates that explain how long they take.
+
 --dry-run does so for one rank with all micro-batches of a step, and adds the bytes that it sends, beside the plan.
 
 examples:
   python -m spmdrl plan run.yaml --ranks 16 --nodes 2 --device h100
+  python -m spmdrl plan run.yaml --ranks 8 --calibrate node.yaml
   python -m spmdrl plan run.yaml resources.update.tensor=8 --ranks 64 --nodes 8 --response-length 4000
   python -m spmdrl train run.yaml --dry-run --ranks 16 --nodes 2 --rank 15
 """,

@@ -12,18 +12,23 @@ from spmdrl.plan.advice import advice
 from spmdrl.plan.run_plan import DryRun, Plan, PlannedRun, dry_run_rank, plan_run
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show, waiting
+from spmdrl.verbs.calibration import calibrate
 from spmdrl.verbs.planned_run import planned_run
 
 
 def main(
     loaded: LoadedConfig[Config], *, planned: LaunchEnvironment | None, device: str, prompt_length: int | None,
-    response_length: int | None, sizes: Path | None, json_file: Path | None,
+    response_length: int | None, sizes: Path | None, json_file: Path | None, device_file: Path | None = None,
 ) -> int:  # fmt: skip
     """Print the plan of a run on one rank, or on those of `planned`. Returns 1 if it doesn't fit.
+
+    With `device_file` the ranks run here instead, to write the rates of this machine's devices there.
 
     `sizes` is a folder with the config.json of a model that stands for the config's. Rows have the longest prompts and
     responses that the config allows, unless other lengths are given.
     """
+    if device_file is not None:
+        return calibrate(loaded.value, (planned or LaunchEnvironment()).world_size, device_file)
 
     def with_config(config: Config) -> PlannedRun:
         return planned_run(replace(loaded, value=config), planned, device, prompt_length, response_length, sizes)

@@ -1,0 +1,156 @@
+"""`plan --calibrate`: runs small jobs on this machine and writes a device file with the rates that explain their times.
+
+The jobs are of random models of several sizes on all given ranks at once. What is planned for them, and how long their
+worker states then take, gives the rates.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spmdrl.config.config import Config, load_config
+from spmdrl.plan.device_profile import CROSS_NODE, DOCK, HOST, NODE, DeviceProfile, LinkRate, read_profile
+from spmdrl.plan.rank_plan import SWITCH
+from spmdrl.plan.rate_fit import TimedPart, fit_rates
+from spmdrl.plan.run_plan import Plan, plan_run
+from spmdrl.plan.slot_times import kind_of
+from spmdrl.runtime.launch import LaunchEnvironment
+from spmdrl.runtime.screen import show, waiting
+from spmdrl.verbs.doctor.commands import run_to_end
+from spmdrl.verbs.planned_run import planned_run
+
+_PROMPT_LENGTH = 6
+_STEPS, _WARM_UP_STEPS = 6, 2
+_LONGEST_SECONDS = 900
+# Rows of one length: sums of two numbers of two digits, and responses that end at the limit.
+_SETTINGS = (
+    "model.make.max_position_embeddings=1024", "data.train=synthetic://addition?low=10&high=49&count=400",
+    "data.max_prompt_length=64", "rollout.ignore_eos=true", "rollout.num_generations=8", "rollout.kv_cache_gib=0.5",
+    "reward.functions=[exact]", "algo.kl_coef=0.01", "train.skip_zero_advantage=false", f"train.max_steps={_STEPS}",
+    "optim.warmup_steps=0", "checkpoint.interval=0", "log.backends=[jsonl]", "log.samples_per_step=0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CalibrationJob:
+    """Sizes of a job."""
+
+    hidden_size: int
+    num_layers: int
+    prompts_per_rank: int
+    response_length: int
+    sharded: bool
+    """true if the ranks share out the training state"""
+    swap: bool
+
+    def settings(self, num_ranks: int) -> list[str]:
+        data, shard = (1, num_ranks) if self.sharded else (num_ranks, 1)
+        return [
+            *_SETTINGS, f"model.make.hidden_size={self.hidden_size}", f"model.make.num_hidden_layers={self.num_layers}",
+            f"model.make.intermediate_size={4 * self.hidden_size}", f"resources.update.data={data}",
+            f"resources.update.shard={shard}", f"rollout.prompts_per_step={self.prompts_per_rank * num_ranks}",
+            f"rollout.max_completion_length={self.response_length}",
+            f"reshard.swap={'always' if self.swap else 'never'}",
+        ]  # fmt: skip
+
+
+_JOBS = {
+    "cpu": (
+        CalibrationJob(128, 2, 8, 16, sharded=False, swap=False),
+        CalibrationJob(128, 8, 16, 24, sharded=True, swap=False),
+        CalibrationJob(256, 4, 8, 32, sharded=False, swap=True),
+        CalibrationJob(256, 8, 16, 16, sharded=True, swap=False),
+        CalibrationJob(512, 2, 16, 24, sharded=False, swap=False),
+        CalibrationJob(512, 4, 8, 16, sharded=True, swap=True),
+    ),
+    "accelerator": (
+        CalibrationJob(1024, 4, 16, 64, sharded=False, swap=False),
+        CalibrationJob(1024, 16, 32, 128, sharded=True, swap=False),
+        CalibrationJob(2048, 8, 32, 512, sharded=False, swap=True),
+        CalibrationJob(2048, 16, 16, 256, sharded=True, swap=False),
+        CalibrationJob(4096, 4, 32, 256, sharded=False, swap=False),
+        CalibrationJob(4096, 8, 16, 512, sharded=True, swap=True),
+    ),
+}
+
+
+def calibrate(config: Config, num_ranks: int, file: Path) -> int:
+    """Run the jobs on so many ranks here, in the config's dtype, and write the device file. Returns 0."""
+    kind = "accelerator" if config.resources.device != "cpu" and torch.accelerator.is_available() else "cpu"
+    settings = [f"model.dtype={config.model.dtype}", f"resources.device={config.resources.device}"]
+    parts: list[TimedPart] = []
+    hosts: list[float] = []
+    jobs = _JOBS[kind]
+    for number, job in enumerate(jobs, 1):
+        with waiting(f"calibrating: job {number} of {len(jobs)}"):
+            words = [*job.settings(num_ranks), *settings]
+            plan, steps = _planned(words, num_ranks), _measured(words, num_ranks)
+        parts += timed_parts(plan, steps)
+        hosts += [
+            rate for step in steps if job.swap for name, rate in step.items() if name.endswith("host_gb_per_second")
+        ]  # fmt: skip
+    links = read_profile("h100").links
+    assert links is not None
+    rates, node = fit_rates(parts, links)
+    host = LinkRate(round(statistics.median(hosts) * 1e9 / (1 << 30), 3))
+    found = DeviceProfile(file.stem, _memory_gib(kind), "cuda", False, rates, {
+        NODE: node, CROSS_NODE: node, HOST: host, DOCK: LinkRate(node.gib_per_second)
+    })  # fmt: skip
+    found.write(file, _head(kind, num_ranks))
+    for one in rates:
+        errors = [abs(part.error(rates, found.links or {}, num_ranks)) for part in parts if part.kind == one]
+        show(
+            f"{one}: off by {statistics.mean(errors):.0%} on average, at most {max(errors):.0%}, of {len(errors)} jobs"
+        )
+    show(f"wrote {file}; plan with --device {file}")
+    return 0
+
+
+def timed_parts(plan: Plan, steps: list[dict[str, float]]) -> Iterator[TimedPart]:
+    """Yield the worker states of a plan with their median times."""
+    for slot in plan.ranks[0].slots:
+        if slot.span is None or slot.name == SWITCH:
+            continue
+        seconds = statistics.median(step[f"time/{slot.name}"] for step in steps)
+        messages = Counter({sent: count * slot.num_repeats for sent, count in slot.span.messages.items()})
+        yield TimedPart(kind_of(slot), slot.num_repeats * slot.span.work, messages, seconds)
+
+
+def _planned(words: list[str], num_ranks: int) -> Plan:
+    launch = LaunchEnvironment(0, num_ranks, 0, num_ranks)
+    run = planned_run(load_config([], words, "train"), launch, "h200", _PROMPT_LENGTH, None, None)
+    return plan_run(run)
+
+
+def _measured(words: list[str], num_ranks: int) -> list[dict[str, float]]:
+    """Return the metrics of each step after the first ones. Raises CommandFailed."""
+    launcher = [sys.executable]
+    if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launcher, "-m", "spmdrl", "train", *words, f"run.dir={folder}/run"]
+        run_to_end(command, {"OMP_WAIT_POLICY": "PASSIVE"}, _LONGEST_SECONDS)
+        lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[_WARM_UP_STEPS:]]
+
+
+def _memory_gib(kind: str) -> float:
+    if kind == "cpu":
+        return 64.0
+    return round(torch.accelerator.memory.get_memory_info()[1] / (1 << 30), 1)
+
+
+def _head(kind: str, num_ranks: int) -> str:
+    return (
+        f"Measured on {num_ranks} ranks of one machine ({kind}) by spmdrl plan --calibrate. Nothing crossed nodes: "
+        "cross_node and dock\n# are the node's rates, to be put right by hand. 1000000: no part depended on it."
+    )
