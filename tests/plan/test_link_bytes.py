@@ -40,7 +40,7 @@ def checked_for(launch: LaunchEnvironment, *settings: str) -> CheckedRun:
 def flow_of(*settings: str, launch: LaunchEnvironment = NODES) -> Volume:
     checked = checked_for(launch, *settings)
     assert checked.config.model.make is not None
-    return sample_flow_bytes(checked, decoder_config(checked.config.model.make), launch, LENGTHS)
+    return sample_flow_bytes(checked, decoder_config(checked.config.model.make), launch, LENGTHS).volume
 
 
 def switch_of(*settings: str, launch: LaunchEnvironment = NODES) -> ReshardingBytes:

@@ -8,8 +8,19 @@ import pytest
 from tests.support.jobs import ROOT, run_job
 
 from spmdrl.config.reader import ConfigError
+from spmdrl.plan import alternatives
 from spmdrl.plan.account import Message, Work
-from spmdrl.plan.device_profile import CROSS_NODE, GENERATION, NODE, SCORING, TRAINING, LinkRate, Rates, read_profile
+from spmdrl.plan.device_profile import (
+    CROSS_NODE,
+    GENERATION,
+    NODE,
+    SCORING,
+    TRAINING,
+    LinkRate,
+    Rates,
+    read_profile,
+    require_rates,
+)
 from spmdrl.plan.rate_fit import TimedPart, fit_rates
 from spmdrl.plan.run_plan import each_in_a_child
 from spmdrl.plan.slot_times import GIB, link_of, seconds_of_messages, seconds_of_work
@@ -85,3 +96,38 @@ def test_a_device_file_with_parts_missing_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match="shows the form"):
         read_profile(str(file))
+
+
+def plan_few_others() -> None:
+    """Stop at fewer layouts and devices than the verb does."""
+    alternatives.MOST_LAYOUTS, alternatives.MOST_DEVICES = 2, 20
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_other_layouts_and_more_nodes_are_planned(tmp_path):
+    file = tmp_path / "plan.json"
+    where = ["--ranks", "4", "--nodes", "2", "--search", "--scale", "--json", str(file)]
+    done = run_job("plan", QUICKSTART, *where, prepare=plan_few_others)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(file.read_text())
+    found = plan["layouts"]
+    assert [one["tokens_per_second_per_device"] for one in found] == sorted(
+        (one["tokens_per_second_per_device"] for one in found), reverse=True
+    )
+    changed = [one["settings"] for one in found]
+    # Two layouts of updates (of which one is the run's own), generation on two ranks, and two sets of ranks.
+    assert {} in changed and {"resources.update.data": 2, "resources.update.shard": 2} in changed
+    assert any(settings.get("resources.generation.tensor") == 2 for settings in changed)
+    assert any(settings.get("resources.ranks.generation") == 2 for settings in changed)
+    assert [(row["nodes"], row["devices"]) for row in plan["nodes"]] == [(2, 4), (8, 16), (10, 20)]
+    first, *others = plan["nodes"]
+    assert first["linearity"] == 1 > max(row["linearity"] for row in others)
+    assert first["tokens_per_second_per_device"] == pytest.approx(plan["tokens_per_second_per_device"], rel=0.2)
+
+
+def test_a_search_needs_rates(tmp_path):
+    profile = tmp_path / "tiny.yaml"
+    profile.write_text("{memory_gib: 1.0, kernels: cuda}\n")
+    with pytest.raises(ConfigError, match="--search needs times, but the device tiny has no rates"):
+        require_rates(read_profile(str(profile)), "--search")

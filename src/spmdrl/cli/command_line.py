@@ -211,15 +211,22 @@ def take_question(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split the arguments of `plan`'s main from the config's."""
-    is_dry_run = "--dry-run" in arguments
-    planned, rest = take_ranks([word for word in arguments if word != "--dry-run"])
+    is_dry_run, flags = "--dry-run" in arguments, {"--search", "--scale"} & {*arguments}
+    planned, rest = take_ranks([word for word in arguments if word not in ("--dry-run", "--search", "--scale")])
+    if is_dry_run and flags:
+        raise ConfigError(f"{min(flags)} is of spmdrl plan, not of a dry run; leave it out, or write spmdrl plan")
     numbers, rest = take_numbers(rest, ("--prompt-length", "--response-length"))
     texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *(["--rank"] if is_dry_run else ["--calibrate"])))
     rank = texts.get("--rank", "0")
     if not rank.isdecimal():
         raise ConfigError(f"--rank is {rank!r}, but must be a rank, as in --rank 0")
+    of_plan = {
+        "device_file": _path(texts.get("--calibrate")),
+        "searches": "--search" in flags,
+        "scales": "--scale" in flags,
+    }
     return {
-        **({"rank": int(rank)} if is_dry_run else {"device_file": _path(texts.get("--calibrate"))}),
+        **({"rank": int(rank)} if is_dry_run else of_plan),
         "planned": planned,
         "device": texts.get("--device", "h100"),
         "prompt_length": numbers.get("--prompt-length"),

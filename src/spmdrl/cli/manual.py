@@ -90,7 +90,7 @@ examples:
   python -m spmdrl check sft run.yaml --ranks 16 --nodes 2 --device-memory 80GiB
 """,
     "plan": f"""usage: spmdrl plan {_CONFIGURED} [--ranks N] [--nodes N] [--device NAME|FILE]
-           [--prompt-length N] [--response-length N] [--sizes FOLDER] [--json FILE]
+           [--prompt-length N] [--response-length N] [--sizes FOLDER] [--json FILE] [--search] [--scale]
        spmdrl plan {_CONFIGURED} --calibrate FILE [--ranks N]
        spmdrl train {_CONFIGURED} --dry-run [--rank R] [the same]
 
@@ -103,6 +103,9 @@ folder in place of model.path. Ends with 1 if it doesn't fit. docs/planning.md h
 Seconds of each state, and tokens per second and device, follow from the device's rates. Those of the names are made
 of data sheets; --calibrate trains small random models on N ranks of this machine for some minutes and writes a device
 FILE with the rates that explain how long they take.
+
+--search plans other layouts and sets of ranks, too, and prints them by tokens per second and device; --scale plans the
+run on 4, 16, ... times the nodes, with as many times the prompts and replicas, to 10,000 devices.
 
 --dry-run does so for one rank with all micro-batches of a step, and adds the bytes that it sends, beside the plan.
 

@@ -67,11 +67,16 @@ def _candidates(plan: Plan, run: PlannedRun) -> Iterator[list[Setting]]:
 def _plan_with(config: Config, settings: Sequence[Setting], planned: Planned) -> Plan | None:
     """Return the plan with other settings; None if they are refused."""
     try:
-        for key, value in settings:
-            config = _with(config, key.split("."), value)
-        return plan_run(planned(config))
+        return plan_run(planned(with_settings(config, settings)))
     except ValueError:
         return None
+
+
+def with_settings(config: Config, settings: Sequence[Setting]) -> Config:
+    """Return the config with other values of some keys, unchecked."""
+    for key, value in settings:
+        config = _with(config, key.split("."), value)
+    return config
 
 
 def _with(section: Any, names: Sequence[str], value: Any) -> Any:

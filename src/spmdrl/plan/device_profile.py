@@ -77,6 +77,15 @@ def read_profile(name: str) -> DeviceProfile:
         raise ConfigError(f"--device {name}: {error}; {_DEVICES.name} of the package shows the form") from error
 
 
+def require_rates(profile: DeviceProfile, flag: str) -> None:
+    """Raise ConfigError if times, which a flag needs, can't be planned."""
+    if profile.rates is None:
+        raise ConfigError(
+            f"{flag} needs times, but the device {profile.name} has no rates; name a device that has, or measure this "
+            "machine's with --calibrate"
+        )
+
+
 def _parsed(values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(values)
     if found.get("rates"):

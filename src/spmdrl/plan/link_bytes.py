@@ -5,8 +5,10 @@ The run's own code deals planned rows to ranks; each state's puts and gets follo
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table
 from spmdrl.dataflow.samples.balancing.dealing import DealRules, RowGroups, Shares
-from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths
+from spmdrl.dataflow.samples.catalogue import RowMetadata, announced_lengths, pack_news
 from spmdrl.dataflow.samples.schema import LENGTHS_OF, PROMPT_COLUMNS, SCORE_COLUMNS, columns_mask, rule_of
 from spmdrl.dataflow.samples.step_rows import StepRows
 from spmdrl.dataflow.samples.volume import Link, Volume
@@ -73,20 +75,32 @@ def _whole(lengths: np.ndarray) -> Integers:
     return np.maximum(np.diff(ends, prepend=0), 1)
 
 
+@dataclass(frozen=True)
+class PlannedVolume:
+    """Sample flow of one step."""
+
+    volume: Volume
+    """bytes of all ranks together"""
+    host_seconds: float
+    """time of a rank's controllers for all rows, as it took here"""
+
+
 def sample_flow_bytes(
     checked: CheckedRun, decoder: DecoderConfig, launch: LaunchEnvironment, lengths: PlannedLengths
-) -> Volume:
-    """Return the payload that all ranks together put and get in one step of `train`; `decoder` is the policy's.
+) -> PlannedVolume:
+    """Return what all ranks together put and get in one step of `train`; `decoder` is the policy's.
 
     Rows that cross nodes follow from the run's deal of rows of planned lengths, on average over several steps of few
-    rows. All rows are generated at once and trained on. Metadata isn't counted.
+    rows. All rows are generated at once and trained on. Metadata has no places in memory.
     """
     rollout, flow, volumes = checked.config.rollout, PlannedFlow(checked, decoder, launch), []
     sizes = rollout.prompts_per_step, rollout.num_generations, rollout.max_completion_length
     num_steps = min(1 + _ENOUGH_ROWS // (rollout.prompts_per_step * rollout.num_generations), _MOST_STEPS)
     for step in range(1, 1 + num_steps):
         volumes.append(flow.bytes_of_rows(*lengths.of_rows(*sizes, seed=step), step=step))
-    return Volume(_mean([one.put_bytes for one in volumes]), _mean([one.get_bytes for one in volumes]))
+    metadata_bytes = round(sum(one.metadata_bytes for one in volumes) / num_steps)
+    mean = Volume(_mean([one.put_bytes for one in volumes]), _mean([one.get_bytes for one in volumes]), metadata_bytes)
+    return PlannedVolume(mean, flow.host_seconds / num_steps)
 
 
 def _mean(found: Sequence[Mapping[Link, Counter[str]]]) -> dict[Link, Counter[str]]:
@@ -103,12 +117,15 @@ class PlannedFlow:
         self.decoder = decoder
         self.members = _members(checked, decoder, launch)
         self.rules = _deal_rules(checked, decoder, launch, self.members)
+        self.host_seconds = 0.0
+        """time that the controllers of one rank took so far"""
 
     def bytes_of_rows(self, prompts_G: Integers, responses_B: Integers, *, step: int) -> Volume:
         """Return the payload of a step whose prompts [G] and responses [B] have these lengths."""
         rows = _PlannedStep(self, prompts_G, responses_B, step)
         for slot in self.checked.slots:
             rows.run(slot)
+        self.host_seconds += rows.host_seconds
         return rows.volume
 
 
@@ -117,6 +134,7 @@ class _PlannedStep:
 
     def __init__(self, flow: PlannedFlow, prompts_G: Integers, responses_B: Integers, step: int):
         self.volume = Volume()
+        self.host_seconds = 0.0
         self._config = flow.checked.config
         self._launch = flow.rules.launch
         self._members = flow.members
@@ -144,12 +162,14 @@ class _PlannedStep:
         elif state is WorkerState.CRITIC_UPDATE:
             reads -= {"advantages"}
         for among in rows.ready_portions(state) if state.work == "score" else (None,):
-            self._claim(state, among)
+            with self._at_work():
+                self._claim(state, among)
             for rank, own in self._readers(state).items():
                 self._get(rank, own, sorted(reads))
             if makes:
                 self._put_all(state, sorted(makes))
-            rows.lives.finish(state)
+            with self._at_work():
+                rows.lives.finish(state)
         if state is WorkerState.UPDATE:
             self._show()
 
@@ -205,7 +225,17 @@ class _PlannedStep:
         # Lengths of one column stand for all that share them.
         mask, put = columns_mask(names), np.concatenate([*self._rows.shares[state].values()])
         lengths = {name: self._num_values[name][put] for name in announced_lengths(mask)}
-        self._rows.lives.observe([RowMetadata(put, mask, lengths)])
+        news = [RowMetadata(put, mask, lengths)]
+        # Every rank hears of every row from the others.
+        self.volume.metadata_bytes += len(pack_news(news)) * (self._launch.world_size - 1)
+        with self._at_work():
+            self._rows.lives.observe(news)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.host_seconds += time.perf_counter() - started
 
     def _put(self, rank: int, rows: Integers, name: str, *, is_streamed: bool) -> None:
         """Count a column, put in a batch for each home, and each end if rows are put as they come."""

@@ -13,14 +13,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from spmdrl.dataflow.samples.volume import Link, Volume
+from spmdrl.dataflow.samples.volume import Link
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.plan.account import Span
 from spmdrl.plan.device_profile import DeviceProfile
-from spmdrl.plan.link_bytes import PlannedLengths, sample_flow_bytes
+from spmdrl.plan.link_bytes import PlannedLengths, PlannedVolume, sample_flow_bytes
 from spmdrl.plan.planned_device import NAME
 from spmdrl.plan.planned_kernels import take_kernels_of
 from spmdrl.plan.planned_rows import RowLengths
@@ -52,7 +52,7 @@ class Plan:
     num_ranks: int
     ranks: list[RankPlan]
     """one rank of each kind, the fullest first"""
-    flow: Volume
+    flow: PlannedVolume
     """payload of the sample flow in a step, of all ranks together"""
     switch: ReshardingBytes
     """bytes of a switch and of the training state's way to the host and back, of all ranks together"""
@@ -93,7 +93,10 @@ class Plan:
         """Bytes of one step of all ranks together, by flow and link."""
         switch, is_swapped = self.switch, self.is_swapped
         return {
-            "sample flow": {link.value: self.flow.payload_bytes(link) for link in Link},
+            "sample flow": {
+                **{link.value: self.flow.volume.payload_bytes(link) for link in Link},
+                "metadata": self.flow.volume.metadata_bytes,
+            },
             "switch": {"node": switch.later.same_node, "cross_node": switch.later.cross_node},
             "swap": {"to_host": switch.to_host * is_swapped, "from_host": switch.from_host * is_swapped},
         }

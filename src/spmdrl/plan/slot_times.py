@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spmdrl.dataflow.samples.volume import Link, Volume
+from spmdrl.dataflow.samples.volume import Link
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import WorkerState
 from spmdrl.observability.terminal.units import duration
@@ -27,6 +27,7 @@ from spmdrl.plan.device_profile import (
     LinkRate,
     Rates,
 )
+from spmdrl.plan.link_bytes import PlannedVolume
 from spmdrl.plan.planned_rows import RowLengths
 from spmdrl.plan.rank_plan import SWITCH, RankPlan, SlotPlan
 from spmdrl.plan.resharding_bytes import ReshardingBytes
@@ -84,9 +85,9 @@ class StepTimes:
     def lines(self) -> Iterator[str]:
         """Yield the times as text."""
         parts = ", ".join(
-            f"{name} {_text(seconds)}" for name, seconds in self.stages.items() if seconds > self.step_seconds / 1e3
+            f"{name} {time_text(seconds)}" for name, seconds in self.stages.items() if seconds > self.step_seconds / 1e3
         )
-        yield f"a step: {_text(self.step_seconds)}: {parts}"
+        yield f"a step: {time_text(self.step_seconds)}: {parts}"
         yield f"tokens per second and device (the paper's Eq. 5): {self.tokens_per_second_per_device:.4g}"
 
 
@@ -94,7 +95,7 @@ class StepTimes:
 class Moved:
     """Bytes that a step moves besides its states' own messages, of all ranks together."""
 
-    flow: Volume
+    flow: PlannedVolume
     switch: ReshardingBytes
     is_swapped: bool
 
@@ -114,8 +115,11 @@ def stage_seconds(
                 own = _slot_seconds(slot, slot.span, device, launch.local_world_size)
                 seconds[slot.name] = max(seconds.get(slot.name, 0.0), own)
     num_nodes = -(-launch.world_size // launch.local_world_size)
-    crossing = moved.flow.payload_bytes(Link.CROSS_NODE) / num_nodes
-    seconds[SAMPLE_FLOW] = crossing / (device.links[DOCK].gib_per_second * GIB)
+    crossing = moved.flow.volume.payload_bytes(Link.CROSS_NODE)
+    if num_nodes > 1:
+        crossing += moved.flow.volume.metadata_bytes
+    dock = num_nodes * device.links[DOCK].gib_per_second * GIB
+    seconds[SAMPLE_FLOW] = crossing / dock + moved.flow.host_seconds
     return seconds
 
 
@@ -134,7 +138,8 @@ def step_times(
     return StepTimes(stages, step, num_tokens / step / launch.world_size)
 
 
-def _text(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Return seconds, or milliseconds of less than one."""
     return duration(seconds) if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

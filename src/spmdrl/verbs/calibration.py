@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 
 from spmdrl.config.config import Config, load_config
+from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.plan.device_profile import CROSS_NODE, DOCK, HOST, NODE, DeviceProfile, LinkRate, read_profile
 from spmdrl.plan.rank_plan import SWITCH
 from spmdrl.plan.rate_fit import TimedPart, fit_rates
@@ -83,10 +85,18 @@ _JOBS = {
 }
 
 
-def calibrate(config: Config, num_ranks: int, file: Path) -> int:
-    """Run the jobs on so many ranks here, in the config's dtype, and write the device file. Returns 0."""
+def calibrate(config: Config, family: str, num_ranks: int, file: Path) -> int:
+    """Run the jobs on so many ranks here, in the config's dtype, and write the device file. Returns 0.
+
+    `family` is the model's type; one that can't be made is replaced by Qwen3, dense or sparse.
+    """
+    if family not in get_args(get_type_hints(MakeConfig)["model_type"]):
+        family = "qwen3_moe" if "moe" in family else "qwen3"
     kind = "accelerator" if config.resources.device != "cpu" and torch.accelerator.is_available() else "cpu"
-    settings = [f"model.dtype={config.model.dtype}", f"resources.device={config.resources.device}"]
+    settings = [
+        f"model.make.model_type={family}", f"model.dtype={config.model.dtype}",
+        f"resources.device={config.resources.device}",
+    ]  # fmt: skip
     parts: list[TimedPart] = []
     hosts: list[float] = []
     jobs = _JOBS[kind]

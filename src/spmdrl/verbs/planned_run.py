@@ -46,6 +46,12 @@ def _source(config: Config, sizes: Path | None) -> Iterator[ModelSource]:
         yield source
 
 
+def family_of(config: Config, sizes: Path | None) -> str:
+    """Return the model_type of a run's model."""
+    with _source(config, sizes) as source:
+        return source.decoder.model_type
+
+
 def checked_sources(checked: CheckedRun, source: ModelSource) -> dict[Role, ModelSource]:
     """Return the run's models. Raises ValueError for one that the layouts can't cut."""
     config = checked.config

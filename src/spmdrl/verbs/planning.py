@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig
-from spmdrl.plan.advice import advice
-from spmdrl.plan.run_plan import DryRun, Plan, PlannedRun, dry_run_rank, plan_run
+from spmdrl.plan.advice import Planned, advice
+from spmdrl.plan.alternatives import better_layouts, on_more_nodes
+from spmdrl.plan.device_profile import require_rates
+from spmdrl.plan.run_plan import PlannedRun, dry_run_rank, plan_run
+from spmdrl.plan.slot_times import time_text
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show, waiting
 from spmdrl.verbs.calibration import calibrate
-from spmdrl.verbs.planned_run import planned_run
+from spmdrl.verbs.planned_run import family_of, planned_run
 
 
 def main(
     loaded: LoadedConfig[Config], *, planned: LaunchEnvironment | None, device: str, prompt_length: int | None,
-    response_length: int | None, sizes: Path | None, json_file: Path | None, device_file: Path | None = None,
+    response_length: int | None, sizes: Path | None, json_file: Path | None, device_file: Path | None,
+    searches: bool, scales: bool,
 ) -> int:  # fmt: skip
     """Print the plan of a run on one rank, or on those of `planned`. Returns 1 if it doesn't fit.
 
-    With `device_file` the ranks run here instead, to write the rates of this machine's devices there.
+    With `device_file` the ranks run here instead, to write the rates of this machine's devices there. `searches` adds
+    the plans of other layouts, and `scales` those of more nodes.
 
     `sizes` is a folder with the config.json of a model that stands for the config's. Rows have the longest prompts and
     responses that the config allows, unless other lengths are given.
     """
     if device_file is not None:
-        return calibrate(loaded.value, (planned or LaunchEnvironment()).world_size, device_file)
+        return calibrate(
+            loaded.value, family_of(loaded.value, sizes), (planned or LaunchEnvironment()).world_size, device_file
+        )  # fmt: skip
 
-    def with_config(config: Config) -> PlannedRun:
-        return planned_run(replace(loaded, value=config), planned, device, prompt_length, response_length, sizes)
+    def with_config(config: Config, launch: LaunchEnvironment | None = planned) -> PlannedRun:
+        return planned_run(replace(loaded, value=config), launch, device, prompt_length, response_length, sizes)
 
     run = with_config(loaded.value)
     with waiting(f"planning {run.launch.world_size} ranks"):
@@ -39,13 +48,52 @@ def main(
     show("\n".join(plan.lines()))
     if not plan.fits:
         with waiting("looking for a change by which it fits"):
-            found = advice(plan, run, with_config)
-        settings = " ".join(f"{key}={value}" for key, value in found)
+            change = advice(plan, run, with_config)
+        settings = " ".join(f"{key}={value}" for key, value in change)
         show(
-            f"fits with {settings}" if found else "no change of swap, micro-batches, recomputation or degrees suffices"
+            f"fits with {settings}" if change else "no change of swap, micro-batches, recomputation or degrees suffices"
         )
-    _write(json_file, plan)
+    found = plan.to_json()
+    if searches:
+        found["layouts"] = _search(run, with_config)
+    if scales:
+        found["nodes"] = _scale(run, with_config)
+    _write(json_file, found)
     return int(not plan.fits)
+
+
+def _search(run: PlannedRun, planned: Planned) -> list[dict[str, Any]]:
+    """Print other layouts; returns them."""
+    require_rates(run.device, "--search")
+    with waiting("planning other layouts"):
+        found = better_layouts(run, planned)
+    show("tokens per second and device, peak, and settings of other layouts, the fastest first:")
+    show("\n".join(one.line() for one in found))
+    return [
+        {"settings": dict(one.settings), "fits": one.plan.fits, "tokens_per_second_per_device": one.rate,
+         "peak_bytes": one.plan.ranks[0].fullest.peak_bytes}
+        for one in found
+    ]  # fmt: skip
+
+
+def _scale(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment], PlannedRun]) -> list[dict[str, Any]]:
+    """Print plans on more nodes as they are made; returns them."""
+    require_rates(run.device, "--scale")
+    rows: list[dict[str, Any]] = []
+    show("   nodes  devices   tokens/s/device  linearity  step")
+    with waiting("planning more nodes"):
+        for one in on_more_nodes(run, planned):
+            times = one.plan.times
+            assert times is not None, "the device has rates"
+            rate = times.tokens_per_second_per_device
+            linearity = rate / (rows[0]["tokens_per_second_per_device"] if rows else rate)
+            rows.append({
+                "nodes": one.num_nodes, "devices": one.plan.num_ranks, "tokens_per_second_per_device": rate,
+                "linearity": linearity, "step_seconds": times.step_seconds,
+            })  # fmt: skip
+            text = time_text(times.step_seconds)
+            show(f"{one.num_nodes:8}{one.plan.num_ranks:9}{rate:18.4g}{linearity:11.3f}  {text}")
+    return rows
 
 
 def dry_run(
@@ -62,10 +110,10 @@ def dry_run(
     with waiting(f"running a step of rank {rank} without memory"):
         found = dry_run_rank(run, rank)
     show("\n".join(found.lines()))
-    _write(json_file, found)
+    _write(json_file, found.to_json())
     return int(not found.whole.fits)
 
 
-def _write(file: Path | None, found: Plan | DryRun) -> None:
+def _write(file: Path | None, found: dict[str, Any]) -> None:
     if file is not None:
-        file.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+        file.write_text(json.dumps(found, indent=1) + "\n")

@@ -128,7 +128,7 @@ def _rows(
     if rows is not None:
         volume = PlannedFlow(checked, decoders[POLICY], launch).bytes_of_rows(*rows, step=1)
         yield from _by_link(case, "samples by rows", volume, steps[:1])
-    volume = sample_flow_bytes(checked, decoders[POLICY], launch, _means(checked, steps))
+    volume = sample_flow_bytes(checked, decoders[POLICY], launch, _means(checked, steps)).volume
     yield from _by_link(case, "samples by means", volume, steps)
     planned = resharding_bytes(checked, decoders, launch, "cpu")
     # With a lag the last step generates nothing.
