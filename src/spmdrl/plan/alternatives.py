@@ -10,7 +10,7 @@ from operator import attrgetter
 from spmdrl.config.config import Config
 from spmdrl.job.start.estimates import rank_bytes
 from spmdrl.nouns.roles import POLICY
-from spmdrl.plan.advice import Planned, Setting, with_settings
+from spmdrl.plan.advice import Planned, Setting, settings_text, with_settings
 from spmdrl.plan.planned_device import NAME
 from spmdrl.plan.run_plan import Plan, PlannedRun, plan_run
 from spmdrl.resources.layout import UpdateLayout
@@ -35,7 +35,7 @@ class Alternative:
         return self.plan.times.tokens_per_second_per_device if self.plan.times and self.plan.fits else 0.0
 
     def line(self) -> str:
-        settings = " ".join(f"{key}={value}" for key, value in self.settings) or "(as it is)"
+        settings = settings_text(self.settings) or "(as it is)"
         peak = self.plan.ranks[0].fullest.peak_bytes / self.plan.device.memory_bytes
         rate = f"{self.rate:10.4g}" if self.plan.fits else "         -"
         return f"{rate}  {peak:4.0%} of memory  {settings}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig
-from spmdrl.plan.advice import Planned, advice
+from spmdrl.plan.advice import Planned, advice, settings_text
 from spmdrl.plan.alternatives import better_layouts, on_more_nodes
 from spmdrl.plan.device_profile import require_rates
 from spmdrl.plan.run_plan import PlannedRun, dry_run_rank, plan_run
@@ -49,9 +49,10 @@ def main(
     if not plan.fits:
         with waiting("looking for a change by which it fits"):
             change = advice(plan, run, with_config)
-        settings = " ".join(f"{key}={value}" for key, value in change)
         show(
-            f"fits with {settings}" if change else "no change of swap, micro-batches, recomputation or degrees suffices"
+            f"fits with {settings_text(change)}"
+            if change
+            else "no change of swap, micro-batches, recomputation or degrees suffices"
         )
     found = plan.to_json()
     if searches:
