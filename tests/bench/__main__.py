@@ -61,6 +61,7 @@ BENCHES = {
     "soak": "training.soak",
     "step": "training.step",
     "training": "training.training",
+    "unfit": "plan.unfit",
 }
 ON_SCREEN = Path("-")
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from tests.bench.harness.bench_models import qwen3
 from tests.support import simulated_accelerator
-from tests.support.jobs import ROOT, run_job
+from tests.support.jobs import ROOT, environment, run_job
 from tests.support.ranks import run_ranks
 
 from spmdrl.cli.command_line import take_plan
@@ -125,6 +127,21 @@ def test_a_run_that_does_not_fit_is_told_the_change_by_which_it_does(tmp_path):
     assert told == "fits with train.max_tokens_per_microbatch=4096"
     changed, plan = plan_of(tmp_path, 0.11, told.removeprefix("fits with "))
     assert (changed.returncode, plan["fits"]) == (0, True), changed.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_proposed_change_is_the_smallest_one_by_dry_runs(tmp_path):
+    file = tmp_path / "unfit.json"
+    cases = ["update, rank sets", "generation and update"]
+    command = [sys.executable, "-m", "tests.bench", "unfit", "--only", *cases, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    proposed = {row["config"]: row["fits with"] for row in json.loads(file.read_text())["rows"]}
+    assert proposed == {
+        "update, rank sets": "train.max_tokens_per_microbatch=512",
+        "generation and update": "reshard.swap=always train.max_tokens_per_microbatch=512",
+    }
 
 
 @pytest.mark.ranks
