@@ -80,7 +80,7 @@ CASES = [
     UnfitCase("generation", "latent, no swap", 135, ("rollout.kv_cache_gib=0.08",)),
     UnfitCase("generation, cache too large", "dense, swap", 60, (*_ROW, "rollout.kv_cache_gib=0.2")),
     UnfitCase(
-        "generation, no room beside cache", "dense, no swap", 60,
+        "generation, no room beside cache", "dense, swap", 36,
         (*_ROW, *_SHARE, "rollout.gpu_memory_utilization=1.0"),
     ),
     UnfitCase("cache refused", "dense, no swap", 36, _ROW + _SHARE),
