@@ -1,7 +1,7 @@
 """Planned seconds of worker states beside measured ones, after a calibration of this machine.
 
-The machine is calibrated twice, with one rank and with two at once, by jobs of other sizes than the cases; each case is
-planned with the rates of as many ranks as it has.
+The machine is calibrated for each family of models and dtype, with one rank and with two at once, by jobs of other
+sizes than the cases; each case is planned with the rates of its family and of as many ranks as it has.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     chosen = [case for case in chosen if not arguments.only or case.name in arguments.only]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.devices or Path(scratch)
-        devices = {number: _device(folder, number) for number in sorted({case.num_ranks for case in chosen})}
-        rows = [row for case in chosen for row in compare(case, devices[case.num_ranks])]
+        rows = [row for case in chosen for row in compare(case, _device(folder, case))]
     errors = [abs(float(row["error"])) for row in rows]  # type: ignore[arg-type]
     within = sum(error <= GOAL for error in errors)
     ratios = {"time_error_mean": statistics.mean(errors), "time_error_worst": max(errors)}
@@ -54,10 +53,15 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     )
 
 
-def _device(folder: Path, num_ranks: int) -> Path:
-    file = folder / f"ranks_{num_ranks}.yaml"
+def _device(folder: Path, case: PlanCase) -> Path:
+    """Return the device file of a case, made by the first of its kind."""
+    model = [word for word in case.settings if word.startswith(("model.make.model_type=", "model.dtype="))]
+    kind = dict(word.split("=") for word in model)
+    family, dtype = kind.get("model.make.model_type", "qwen3"), kind["model.dtype"]
+    file = folder / f"{family}_{dtype}_{case.num_ranks}.yaml"
     if not file.exists():
-        _spmdrl("plan", *CASES[0].settings, "resources.device=cpu", "--ranks", str(num_ranks), "--calibrate", str(file))
+        words = [*case.settings, "resources.device=cpu", "--ranks", str(case.num_ranks)]
+        _spmdrl("plan", *words, "--calibrate", str(file))
     return file
 
 
