@@ -26,15 +26,12 @@ from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
 from tests.support.jobs import torchrun_script
 
 _LINK_BYTES_PER_SECOND = 1e8
-_LIMIT_SECONDS = 8.0
-# As docs/launching.md has it; a checkpoint may take three times the limit.
-_MOST_SECONDS = 1.5 * _LIMIT_SECONDS + 20.0
 _LONGEST_SECONDS = 240.0
-_SETTINGS = (f"resources.stage_timeout_seconds={_LIMIT_SECONDS}", "train.max_steps=4")
 # The node that is cut off, and the stage of the second step that rank 0 makes long enough for that. Node 0 keeps the
 # stores of the job and of the launchers.
 _CUTS = ((2, "generate"), (0, "backward"), (3, "reward"), (1, "optim"))
-_SLOW_SECONDS = 4
+_SHARE_SLOW = 0.5
+"""of the limit"""
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,18 @@ class _Scenario:
     cuts: Sequence[tuple[int, str]]
     unlike: str = " "
     """pattern of metrics that may differ after a resume"""
+    limit_seconds: float = 8.0
+
+    @property
+    def most_seconds(self) -> float:
+        """The longest time until all launchers have ended, as docs/launching.md has it."""
+        # A checkpoint may take three times the limit.
+        return 1.5 * self.limit_seconds + 20.0
 
 
 _ALIKE = _Scenario("all train and generate", 4, (), _CUTS)
-_IF_SHORT = _Scenario("all train and generate", 2, (), _CUTS[-1:])
+# Two nodes are quicker than four, so that they need less to get through a stage.
+_IF_SHORT = _Scenario("all train and generate", 2, (), _CUTS[-1:], limit_seconds=4.0)
 _APART = _Scenario(
     "two of which only generate", 3, ("resources.ranks.generation=2", "rollout.lag=1"),
     ((2, "backward"), (0, "optim"), (1, "advantage")), unlike="dock/.*bytes",
@@ -102,18 +107,19 @@ def _tried(root: Path, scenario: _Scenario, part: tuple[int, int]) -> list[Tally
     stopped, named, finished = (
         Tally("nodes", f"link of one of {num_nodes} nodes cut, {scenario.name}: {what}")
         for what in (
-            f"all launchers end within {_MOST_SECONDS:g} s",
+            f"all launchers end within {scenario.most_seconds:g} s",
             "each of the other nodes names it, and it what it lost",
             "link back, same command",
         )
     )
-    jobs = FaultJobs(root, num_nodes, *_SETTINGS, *scenario.settings)
+    limit = f"resources.stage_timeout_seconds={scenario.limit_seconds}"
+    jobs = FaultJobs(root, num_nodes, limit, "train.max_steps=4", *scenario.settings)
     with emulated_nodes(num_nodes, _LINK_BYTES_PER_SECOND) as nodes:
         _run_without_launchers(nodes, jobs, "whole")
         whole = outcome_of(root / "whole", unlike=scenario.unlike)
         for lost, stage in scenario.cuts[number::count]:
             name = f"cut_{lost}_{stage}"
-            _cut_off(nodes, jobs, name, lost, stage, stopped, named)
+            _cut_off(nodes, jobs, name, scenario, (lost, stage), stopped, named)
             with finished.timed(name) as problems:
                 screen = (_run_without_launchers if scenario is _IF_SHORT else _run_to_end)(nodes, jobs, name)
                 is_resumed = "resumed from" in screen
@@ -143,20 +149,22 @@ def _enter(nodes: Sequence[Node]) -> None:
 
 
 def _cut_off(
-    nodes: Sequence[Node], jobs: FaultJobs, name: str, lost: int, stage: str, stopped: Tally, named: Tally
-) -> None:
-    with _launched(nodes, jobs, name, fault=f"{stage}:0:2:slow:{_SLOW_SECONDS}") as job:
+    nodes: Sequence[Node], jobs: FaultJobs, name: str, scenario: _Scenario, cut: tuple[int, str], stopped: Tally,
+    named: Tally,
+) -> None:  # fmt: skip
+    (lost, stage), slow_seconds = cut, _SHARE_SLOW * scenario.limit_seconds
+    with _launched(nodes, jobs, name, fault=f"{stage}:0:2:slow:{slow_seconds}") as job:
         deadline = time.monotonic() + _LONGEST_SECONDS
         while not (jobs.root / name / "checkpoints/step_000001").exists():
             if time.monotonic() > deadline or any(code is not None for code in job.codes):
                 raise RuntimeError(f"the job didn't get to its second step: {job.screens[0].read_text()[-2000:]}")
             time.sleep(0.05)
-        time.sleep(_SLOW_SECONDS / 2)
+        time.sleep(slow_seconds / 2)
         with nodes[lost].cut_off():
-            ended = job.ends(_MOST_SECONDS)
+            ended = job.ends(scenario.most_seconds)
         late = [f"node {node} still runs" for node, seconds in enumerate(ended) if seconds is None]
         late += [f"node {node} ended with 0" for node, code in enumerate(job.codes) if code == 0]
-        seconds = max(one or _MOST_SECONDS for one in ended)
+        seconds = max(one or scenario.most_seconds for one in ended)
         stopped.count(seconds, f"{name}: {', '.join(late)}" if late else None)
         lines = [job.line(node) for node in range(len(nodes))]
         unnamed = [
