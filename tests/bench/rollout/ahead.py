@@ -19,13 +19,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import yaml
-
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn
 from tests.bench.harness.train_runs import run_verb, train_steps, words_of
 from tests.bench.rollout.ahead_delays import delays
-from tests.bench.rollout.sessions import RECIPE, fastest
+from tests.bench.rollout.sessions import fastest, recipe_of
 
 _FUNCTIONS = """
 import random
@@ -59,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", type=int, default=40, help="steps of the supervised start")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, of 8 responses each")
+    parser.add_argument("--rows", type=int, default=20_000, help="of the task; a job reads all of them when it starts")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--epochs", type=int, default=1, help="passes of the update over a step's rows")
     parser.add_argument("--workers", type=int, default=64, help="processes of tools or rewards")
@@ -74,7 +73,9 @@ def run(arguments: argparse.Namespace) -> BenchTable:
         if arguments.delays:
             return delays(folder, arguments.delays, arguments.only)
         (folder / "slow.py").write_text(_FUNCTIONS)
-        start = _recipe(arguments) | {"sft.max_steps": arguments.start, "train.max_steps": 1}
+        start = _recipe(arguments) | {
+            "sft.max_steps": arguments.start, "train.max_steps": 1, "rollout.prompts_per_step": arguments.prompts,
+        }  # fmt: skip
         run_verb(words_of("train", start, folder / "start"), num_ranks=2)
         for work in (arguments.only or ",".join(WORKLOADS)).split(","):
             lags = {"together": 0, "apart": arguments.lag}
@@ -113,7 +114,7 @@ def _figures(rounds: list[list[dict[str, float]]], num_rows: int) -> dict[str, f
 
 def _recipe(arguments: argparse.Namespace, **sections: object) -> dict[str, object]:
     """The recipe's settings, with these sections in place of its own."""
-    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe = recipe_of(arguments.rows)
     recipe["model"]["make"] |= {"hidden_size": arguments.hidden, "intermediate_size": 3 * arguments.hidden}
     texts = {name: json.dumps(section) for name, section in (recipe | sections).items()}
     return texts | {"data.eval": "null", "checkpoint.interval": 0, "resources.device": "cpu"}

@@ -47,7 +47,8 @@ def delays(root: Path, num_runs: int, only: str | None = None) -> BenchTable:
     cells = [(lag, *ranks, kind) for kind in (only.split(",") if only else _KINDS) for lag in _LAGS for ranks in _SETS]
     rows = []
     for index, (lag, ranks, generating, kind) in enumerate(cells):
-        share = num_runs * (index + 1) // len(cells) - num_runs * index // len(cells)
+        # What is over goes to the first cells, whose runs are the shortest.
+        share = num_runs // len(cells) + (index < num_runs % len(cells))
         if not share:
             continue
         settings = (

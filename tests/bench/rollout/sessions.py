@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -50,7 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", type=int, default=40, help="steps of the supervised start")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first of which is not counted")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, of 8 responses each")
+    parser.add_argument("--rows", type=int, default=20_000, help="of the task; a job reads all of them when it starts")
     parser.add_argument("--rounds", type=int, default=5, help="how often both run in turn")
+
+
+def recipe_of(num_rows: int) -> dict[str, dict[str, Any]]:
+    """The recipe's sections, with so many rows of its task."""
+    sections = yaml.safe_load(RECIPE.read_text())
+    sections["data"]["train"] = re.sub(r"count=\d+", f"count={num_rows}", sections["data"]["train"])
+    return sections
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
@@ -90,7 +100,7 @@ def fastest(rounds: Sequence[Sequence[dict[str, float]]], name: str) -> list[flo
 
 
 def _train(arguments: argparse.Namespace, folder: Path, function: str) -> Trained:
-    recipe = {section: json.dumps(settings) for section, settings in yaml.safe_load(RECIPE.read_text()).items()}
+    recipe = {section: json.dumps(settings) for section, settings in recipe_of(arguments.rows).items()}
     settings = recipe | {
         "environment.function": function, "sft.max_steps": arguments.start, "train.max_steps": arguments.steps,
         "rollout.prompts_per_step": arguments.prompts, "data.eval": "null", "checkpoint.interval": arguments.steps,

@@ -13,8 +13,8 @@ from tests.bench.__main__ import main
 @pytest.mark.slow
 def test_the_bench_compares_ranks_apart_with_the_same_together(tmp_path, capsys):
     out = tmp_path / "out.json"
-    words = ["--only", "reward", "--ranks", "2", "--start", "2", "--steps", "4", "--rounds", "1"]
-    assert main(["ahead", *words, "--prompts", "1", "--workers", "8", "--hidden", "32", "--json", str(out)]) == 0
+    words = ["--only", "reward", "--ranks", "2", "--start", "1", "--steps", "4", "--rounds", "1", "--rows", "64"]
+    assert main(["ahead", *words, "--prompts", "1", "--workers", "4", "--hidden", "32", "--json", str(out)]) == 0
     assert "rows per second, apart over together: reward" in capsys.readouterr().out
     together, apart = json.loads(out.read_text())["rows"]
     assert together["train side waits"] == 0 < apart["train side waits"] + apart["generation side waits"] < 2

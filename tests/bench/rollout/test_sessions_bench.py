@@ -13,7 +13,7 @@ from tests.bench.__main__ import main
 @pytest.mark.slow
 def test_the_sessions_bench_compares_both_forms_of_one_environment(tmp_path, capsys):
     out = tmp_path / "out.json"
-    sizes = ["--start", "2", "--steps", "2", "--prompts", "4", "--rounds", "1"]
+    sizes = ["--start", "1", "--steps", "2", "--prompts", "2", "--rounds", "1", "--rows", "64"]
     assert main(["sessions", *sizes, "--json", str(out)]) == 0
     assert "sessions_vs_none" in capsys.readouterr().out
     content = json.loads(out.read_text())
