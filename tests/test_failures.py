@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.faults.fault_jobs import FaultJobs
 from tests.support.jobs import ROOT, environment, summary_of, tiny_config, torchrun_script
 
 NUM_KILLS = int(os.environ.get("SPMDRL_KILLS", "1"))
@@ -237,15 +238,26 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_is_named_in_one_line(victim, tmp_path):
+def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):
     with started(tmp_path, MODULE, str(tiny_config(tmp_path)), *ENDLESS) as job:
         job.wait_for(job.has_stepped)
-        rank = job.ranks()[victim]
+        rank = job.ranks()[0]
         os.kill(rank, signal.SIGKILL)
         assert job.process.wait(30) == 1
-    line = f"spmdrl: rank {victim}: process {rank} ended without a message, like a killed one"
+    line = f"spmdrl: rank 0: process {rank} ended without a message, like a killed one"
     assert job.shown()[-1] == line and {shown for shown in job.shown() if shown.startswith("spmdrl:")} == {line}
+    assert summary_of(tmp_path / "run")["error"] == line.removeprefix("spmdrl: ")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_another_rank_that_is_killed_is_named_in_one_line_of_the_first(tmp_path):
+    # No launcher ends the first rank.
+    job = FaultJobs(tmp_path, 2, "train.max_steps=100000").run("run", fault="backward:1:2:sigkill")
+    assert job.codes == [1, -signal.SIGKILL], job.screen
+    pattern = r"spmdrl: rank 1: process \d+ ended without a message, like a killed one"
+    (line,) = [line for line in job.screen.splitlines() if re.fullmatch(pattern, line)]
+    assert job.screen.rstrip().endswith(line)
     assert summary_of(tmp_path / "run")["error"] == line.removeprefix("spmdrl: ")
 
 
