@@ -162,14 +162,15 @@ ON_4_RANKS = [
         ],
     ),
     Transitions("latent", [UpdateLayout(expert=2, tensor=2)], [GenerationLayout(4), GenerationLayout(2, expert=4)]),
+    # Their own cuts are those of tensor ranks; replicas, strides and stages are as of dense and moe.
     Transitions(
         "hybrid",
-        [UpdateLayout(), fixed(tensor=4), fixed(pipeline=2, tensor=2), UpdateLayout(context=2), fixed(pipeline=4)],
-        [GenerationLayout(), GenerationLayout(2), GenerationLayout(2, tensor_stride=2), GenerationLayout(4)],
+        [UpdateLayout(), fixed(tensor=4), fixed(pipeline=2, tensor=2), UpdateLayout(context=2)],
+        [GenerationLayout(2), GenerationLayout(4)],
     ),
     Transitions(
         "sinks",
-        [UpdateLayout(expert=4), UpdateLayout(expert=2, tensor=2), fixed(tensor=4), fixed(pipeline=4)],
+        [UpdateLayout(expert=4), UpdateLayout(expert=2, tensor=2), fixed(tensor=4)],
         [GenerationLayout(4), GenerationLayout(expert=4), GenerationLayout(2, expert=4)],
     ),
 ]
