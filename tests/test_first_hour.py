@@ -47,7 +47,8 @@ def model(first_run: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_quickstart_on_two_ranks_ends_with_what_it_learnt(tmp_path: Path) -> None:
-    screen = read(typed(*TORCHRUN, "spmdrl", "train", QUICKSTART, *SHORT, f"run.dir={tmp_path / 'run'}"))
+    fewer = ("sft.max_steps=2", "train.max_steps=1")
+    screen = read(typed(*TORCHRUN, "spmdrl", "train", QUICKSTART, *SHORT, *fewer, f"run.dir={tmp_path / 'run'}"))
     assert "2 x cpu" in screen.text or "2 ranks" in screen.text, screen.text
     assert f"{tmp_path / 'run' / 'report.html'}" in screen.text
 
