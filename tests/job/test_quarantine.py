@@ -71,7 +71,7 @@ def test_a_prompt_that_hangs_the_job_twice_does_not_a_third_time(tmp_path: Path,
     settings = [
         f"run.dir={tmp_path / 'run'}", f"data.train={tmp_path / 'rows.jsonl'}", "rollout.prompts_per_step=4",
         f"reward.functions=[{tmp_path / 'wedge.py'}:wedged]", "reward.timeout_seconds=600", "reward.max_error_rate=1",
-        "reward.call_level=group", "reward.workers=1", "resources.stage_timeout_seconds=2", "train.max_steps=2",
+        "reward.call_level=group", "reward.workers=1", "resources.stage_timeout_seconds=3", "train.max_steps=2",
     ]  # fmt: skip
     for ended in range(1, 1 + hangs):
         job = run_job("train", config, *settings, ranks=ranks)
