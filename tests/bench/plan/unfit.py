@@ -58,7 +58,7 @@ _WIDE = (
     "model.make.hidden_size=1024", "model.make.intermediate_size=4096", "model.make.num_hidden_layers=4",
 )  # fmt: skip
 _DEEP = (
-    "model.make.hidden_size=64", "model.make.intermediate_size=256", "model.make.num_hidden_layers=4",
+    "model.make.hidden_size=64", "model.make.intermediate_size=256", "model.make.num_hidden_layers=8",
     "rollout.kv_cache_gib=0.001",
 )  # fmt: skip
 _CUT = ("resources.update.shard=2", "resources.update.tensor=4")
@@ -73,7 +73,7 @@ CASES = [
     UnfitCase("update, pipeline", "dense, pipeline", 48),
     UnfitCase("update, rank sets", "dense, rank sets", 60),
     UnfitCase("generation, 4 ranks", "dense, shard 4", 37),
-    UnfitCase("one row a micro-batch", "dense, adapters", 3.6, _ROW + _DEEP),
+    UnfitCase("one row a micro-batch", "dense, adapters", 6, _ROW + _DEEP),
     UnfitCase("optimizer, replicas", "dense, replicas", 48, _ROW + _LITTLE),
     UnfitCase("optimizer, gathered layers", "dense, shard", 32, _ROW + _LITTLE),
     UnfitCase("optimizer, experts", "moe, shard", 90, _ROW + _ALWAYS),
