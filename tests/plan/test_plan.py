@@ -133,14 +133,14 @@ def test_a_run_that_does_not_fit_is_told_the_change_by_which_it_does(tmp_path):
 @pytest.mark.slow
 def test_a_proposed_change_is_the_smallest_one_by_dry_runs(tmp_path):
     file = tmp_path / "unfit.json"
-    cases = ["update, rank sets", "generation and update"]
+    cases = ["update, rank sets", "cache refused, and update"]
     command = [sys.executable, "-m", "tests.bench", "unfit", "--only", *cases, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     proposed = {row["config"]: row["fits with"] for row in json.loads(file.read_text())["rows"]}
     assert proposed == {
         "update, rank sets": "train.max_tokens_per_microbatch=512",
-        "generation and update": "reshard.swap=always train.max_tokens_per_microbatch=512",
+        "cache refused, and update": "rollout.gpu_memory_utilization=0.9 train.max_tokens_per_microbatch=64",
     }
 
 
