@@ -153,7 +153,8 @@ class Account:
         self.work.launches += 1
         if name == ATTENDED:
             num_bytes, flops = _of_cached(args, self.positions)
-            self.work += Work(flops, num_bytes, 0, num_bytes)
+            # What it reads grows with the rows, unlike weights.
+            self.work += Work(flops, num_bytes)
             return
         num_bytes = _moved_bytes(name, inputs, results)
         self.work.num_bytes += num_bytes

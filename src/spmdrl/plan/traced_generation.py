@@ -99,7 +99,9 @@ def _all_steps(
     most_rows = min(num_rows, rollout.max_running_rows)
     if rollout.kv_cache_gib is None:
         of_group = engine.cache_bytes_for(num_groups=1, group_size=size, num_tokens=longest)
-        most_rows = min(most_rows, max(cache_bytes // of_group, 1) * size)
+        # Rows have half of their responses on average.
+        half = (lengths.prompt + size * lengths.response / 2) / (lengths.prompt + size * rollout.max_completion_length)
+        most_rows = min(most_rows, max(int(cache_bytes * size / (of_group * half)), 1))
     filled = max(1, min(rollout.max_prefill_tokens // lengths.prompt, most_rows // size))
     # Other prompts than before, of which the cache has parts.
     engine.submit(asked.of(range(1000, 1000 + int(filled))))
@@ -114,7 +116,10 @@ def _all_steps(
     engine.abort()
     prompts, num_waves = num_rows / (filled * size), -(-num_rows // most_rows)
     work = prompts * (filling.work - decoding.work)
-    steps, rows = num_waves * (lengths.response - 1), num_rows / num_waves / min(filled * size, most_rows)
+    steps, rows = (
+        num_waves * (lengths.response - 1),
+        num_rows / num_waves / min(filled * size, rollout.max_running_rows),
+    )
     one = decoding.work
     # Weights are read once for all rows.
     wider = Work(round(one.flops * rows), 0, one.launches, one.product_bytes)
