@@ -64,17 +64,17 @@ class DeviceProfile:
         file.write_text(f"# {head}\n" + yaml.safe_dump(values, sort_keys=False))
 
 
-def read_profile(name: str) -> DeviceProfile:
-    """Return the profile of a known device, or of a YAML file. Raises ConfigError."""
+def read_profile(name: str, flag: str = "--device") -> DeviceProfile:
+    """Return the profile of a known device, or of a YAML file. Raises ConfigError, which names the `flag`."""
     path = Path(name)
     profiles = yaml.safe_load(_DEVICES.read_text())
     if name not in profiles and not path.is_file():
-        raise ConfigError(f"--device is {name!r}, but must be one of {', '.join(profiles)}, or a YAML file")
-    values = profiles[name] if name in profiles else yaml.safe_load(path.read_text())
+        raise ConfigError(f"{flag} is {name!r}, but must be one of {', '.join(profiles)}, or a YAML file")
     try:
+        values = profiles[name] if name in profiles else yaml.safe_load(path.read_text())
         return DeviceProfile(path.stem, **_parsed(values))
-    except (TypeError, AttributeError, KeyError) as error:
-        raise ConfigError(f"--device {name}: {error}; {_DEVICES.name} of the package shows the form") from error
+    except (TypeError, AttributeError, KeyError, ValueError, OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{flag} {name}: {error}; {_DEVICES.name} of the package shows the form") from error
 
 
 def require_rates(profile: DeviceProfile, flag: str) -> None:

@@ -46,6 +46,9 @@ def main(
     with waiting(f"planning {run.launch.world_size} ranks"):
         plan = plan_run(run)
     show("\n".join(plan.lines()))
+    found = plan.to_json()
+    # A run that waits for its plan doesn't wait for advice.
+    _write(json_file, found)
     if not plan.fits:
         with waiting("looking for a change by which it fits"):
             change = advice(plan, run, with_config)
@@ -54,12 +57,12 @@ def main(
             if change
             else "no change of swap, micro-batches, recomputation or degrees suffices"
         )
-    found = plan.to_json()
     if searches:
         found["layouts"] = _search(run, with_config)
     if scales:
         found["nodes"] = _scale(run, with_config)
-    _write(json_file, found)
+    if searches or scales:
+        _write(json_file, found)
     return int(not plan.fits)
 
 
