@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToke
 from spmdrl.observability.report.report import main, write_report
 from spmdrl.observability.report.sections import fitting, sample_viewer
 from spmdrl.observability.summary import provenance, write_summary
-from tests.observability.synthetic import HOSTILE, write_run
+from tests.observability.synthetic import GIB, HOSTILE, write_run
 from tests.support.jobs import ROOT
 
 MAX_BYTES = 5_000_000
@@ -98,6 +99,30 @@ def test_the_page_has_bytes_by_column_and_link_beside_the_papers_estimates(small
     measured = {line[0][:5]: line[1:] for line in lines if line and line[0].startswith("Eq.")}
     assert measured["Eq. 1"] == ["0.001", f"{6e5 / 2**30:.4g}", f"{6e2 / 2**30 * 1e6:.4g}"]
     assert measured["Eq. 4"][1] == f"{(1.02e6 + 512) / 2 / 2**30:.4g}"
+
+
+def test_the_page_has_a_runs_plan_beside_what_it_measured(small_run: Path, tmp_path):
+    run = shutil.copytree(small_run, tmp_path / "planned")
+    assert '<section id="plan">' not in write_report(run).read_text()
+    fuller, other = ({"update": {"optimizer": size, "rows": GIB}, "switch": {"bucket": GIB}} for size in (2 * GIB, GIB))
+    ranks = [{"rank": 1, "peak_bytes": 3 * GIB, "slots": fuller}, {"rank": 0, "peak_bytes": 2 * GIB, "slots": other}]
+    times = {"stages": {"generation": 4.0, "swap": 1.0}, "step_seconds": 5.0, "tokens_per_second_per_device": 7.0}
+    plan = {"fits": True, "device": "h100", "device_bytes": 80 * GIB, "ranks": ranks}
+    log = MetricsLog(run, ["jsonl"])
+    log.write(13, {"mem/update_peak_gib": 4.5, "time/step": 6.0})
+    log.close()
+    text = []
+    for one in (plan, plan | times):
+        (run / "plan.json").write_text(json.dumps(one))
+        text.append(write_report(run).read_text())
+    assert all("Planned: fits: 3.0 GiB of 80 GiB on h100, in the update of rank 1" in page for page in text)
+    lines = [[re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)] for page in text]
+    rows = [{line[0]: line[1:] for line in page if line and line[0].endswith((", seconds", "GiB"))} for page in lines]
+    peak = {"update, peak in GiB": ["3", "4.5", "1.5"]}
+    assert rows[0] == peak and rows[1].keys() == {"generation, seconds", "step, seconds", *peak}
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = median(one["time/generation"] for one in steps if 1 < one["step"] < 13)
+    assert rows[1]["generation, seconds"] == ["4", f"{measured:.4g}", f"{measured / 4:.4g}"]
 
 
 def test_the_page_has_what_resharding_moved_by_link_and_the_peaks_at_each_boundary(small_run: Path):

@@ -116,6 +116,15 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         yield from objects_of(lines)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, or an empty one if the file is missing or broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def objects_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects among lines of JSON; a broken line is skipped."""
     for line in lines:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import re
 import shlex
@@ -15,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.jsonl import to_json, write_atomic
+from spmdrl.observability.jsonl import read_object, to_json, write_atomic
 
 SUMMARY_FILE = "summary.json"
 _ROOM_FILE = ".summary.room"
@@ -57,11 +56,7 @@ def write_verb_summary(run_dir: Path, verb: str, fields: Mapping[str, Any]) -> P
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Return the fields of summary.json, or none if the file is missing or broken."""
-    try:
-        content = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(Path(run_dir) / SUMMARY_FILE)
 
 
 def passes_of(fields: Mapping[str, Any]) -> dict[str, str]:

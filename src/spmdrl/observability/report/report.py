@@ -21,6 +21,7 @@ from spmdrl.observability.report.curves import (
 )
 from spmdrl.observability.report.gantt import gantt, memory_by_owner
 from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
+from spmdrl.observability.report.plan_section import planned_beside_measured
 from spmdrl.observability.report.run_files import RunData, read_run
 from spmdrl.observability.report.sections import (
     COMPARED,
@@ -120,6 +121,7 @@ def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
         Section("detail", "Details", _grid(detail_charts(runs), first)),
         Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
         Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
+        Section("plan", "Planned and measured", planned_beside_measured(first)),
         Section("samples", "Samples", sample_viewer(first.samples)),
         Section("data", "Bytes moved", moved),
         Section("health", "Health", health(first)),

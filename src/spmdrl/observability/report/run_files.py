@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.observability.jsonl import read_jsonl, read_object
 from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings
 from spmdrl.observability.summary import SUMMARY_FILE, read_summary
@@ -15,6 +15,7 @@ from spmdrl.observability.timeline import TimelineRecords, read_timeline
 
 # A run that ended early leaves only some of them.
 _ANY_OF_A_RUN = (METRICS_FILE, RESOLVED_CONFIG, SUMMARY_FILE, SAMPLES_FILE, CHECKPOINTS_FILE, "timeline")
+PLAN_FILE = "plan.json"
 Points = list[tuple[float, float]]
 
 
@@ -32,6 +33,8 @@ class RunData:
     kept: frozenset[str]
     """names of existing checkpoint folders"""
     summary: dict[str, Any]
+    plan: dict[str, Any]
+    """plan of the run, made before its first step; empty without one"""
     config: str
     changes: list[tuple[int, str]]
     """steps after which a setting changed, with the change"""
@@ -66,6 +69,7 @@ def read_run(run_dir: Path) -> RunData:
         checkpoints=list(read_jsonl(folder / CHECKPOINTS_FILE)),
         kept=frozenset(path.name for path in folder.glob("checkpoints/step_*")),
         summary=read_summary(folder),
+        plan=read_object(folder / PLAN_FILE),
         config=configs[-1],
         changes=[
             (int(path.stem[-6:]), f"{key} {old} → {new}")
