@@ -157,6 +157,11 @@ def test_the_verb_checks_the_config_and_prints_the_script(tmp_path, capsys):
     words = ["sft", str(config), "sft.max_steps=1"]
     assert main(["launch", "slurm", *words, "--nodes", "2", "--ranks-per-node=2", "--dry-run"]) == 0
     assert f"\nARGUMENTS=({shlex.join(words)})\n" in capsys.readouterr().out
+    planned = [str(config), "--plan", "h100"]
+    assert main(["launch", "slurm", "--ranks-per-node=2", "--dry-run", *planned]) == 0
+    assert f"\nARGUMENTS=({shlex.join(['train', *planned])})\n" in capsys.readouterr().out
+    assert main(["launch", "slurm", "--ranks-per-node=2", *planned[:-1], "h1000"]) == 2
+    assert "--plan is 'h1000'" in capsys.readouterr().err
     assert main(["launch", "slurm", str(config), "--ranks-per-node=3", "resources.update.data=2", "--dry-run"]) == 2
     assert "resources.update.data 2 does not divide the job's 3 ranks" in capsys.readouterr().err
 

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
-from spmdrl.runtime.launch import command_of, is_msruns_scheduler, read_launch_environment
+from spmdrl.runtime.launch import command_of, is_msruns_scheduler, read_launch_environment, without_launcher
 
 TORCHRUN = {
     "RANK": "5",
@@ -58,6 +58,7 @@ def test_torchruns_variables_give_rank_and_node():
 def test_every_launcher_gives_the_same_place_in_a_job(variables, address, source):
     launch = read_launch_environment(variables)
     assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (5, 8, 1, 4)
+    assert without_launcher({**variables, "HOME": "/root"}) == {"HOME": "/root"}
     assert (launch.node_rank, launch.num_nodes, launch.source) == (1, 2, source)
     assert f"{launch.master_addr}:{launch.master_port}" == address
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmdrl import __version__
 from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
-from spmdrl.cli.flags import MEMORY, take_numbers, take_texts, take_verb
+from spmdrl.cli.flags import MEMORY, take_numbers, take_planned_device, take_texts, take_verb
 from spmdrl.cli.manual import VERB_PAGES, help_page
 from spmdrl.cli.verb_mains import configured_main, own_main
 from spmdrl.config.reader import ConfigError, start_up
@@ -160,6 +160,8 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         verb = "dry-run"
     if verb in ("check", "plan", "dry-run"):
         question, arguments = (take_question if verb == "check" else take_plan)(arguments)
+    elif verb == "train":
+        question["plan_device"], arguments = take_planned_device(arguments)
     config_verb = question.get("verb", "train")
     prompts, arguments = take_prompts(arguments) if config_verb == "generate" else ([], arguments)
     files, overrides = split_arguments(arguments)
@@ -180,7 +182,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
             for written, canonical in loaded.aliases_used.items():
                 show(f"config: {written} is read as {canonical}", stream=stream)
             if loaded.unread:
-                show(f"config: not read by {question['verb']}: {', '.join(loaded.unread)}", stream=stream)
+                show(f"config: not read by {config_verb}: {', '.join(loaded.unread)}", stream=stream)
         with waiting(f"spmdrl {verb}: starting PyTorch", enabled=launch.rank == 0):
             run = configured_main(verb, prompts, question)
         try:

@@ -37,6 +37,17 @@ def take_texts(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[s
     return texts, others
 
 
+def take_planned_device(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split `--plan DEVICE` of `train` from the other arguments. Raises ConfigError for a device that isn't there."""
+    texts, others = take_texts(arguments, ("--plan",))
+    if "--plan" in texts:
+        # Runs without the flag import nothing of the plan.
+        from spmdrl.plan.device_profile import read_profile
+
+        read_profile(texts["--plan"], "--plan")
+    return texts.get("--plan"), others
+
+
 def _split(arguments: Sequence[str], flags: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """Split flags from the other arguments; the text of one at the end is empty."""
     texts: dict[str, str] = {}

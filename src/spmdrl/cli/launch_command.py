@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from spmdrl.cli.flags import take_numbers, take_verb
+from spmdrl.cli.flags import take_numbers, take_planned_device, take_verb
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.spelling import nearest
@@ -74,7 +74,7 @@ def _take_options(arguments: Sequence[str], system: str) -> tuple[tuple[str, ...
 
 def _checked_name(verb: Any, words: Sequence[str], planned: LaunchEnvironment) -> str:
     """Check the config as the ranks will, and return the run's name."""
-    files, overrides = split_arguments(words)
+    files, overrides = split_arguments(take_planned_device(words)[1] if verb == "train" else words)
     if not files and not overrides:
         raise ConfigError("launch needs a config; write spmdrl launch slurm FILE.yaml --ranks-per-node 8")
     from spmdrl.config.config import load_config

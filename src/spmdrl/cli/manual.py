@@ -11,11 +11,14 @@ from spmdrl.observability.terminal.spelling import nearest
 _CONFIGURED = "[FILE.yaml ...] [key.path=value ...]"
 
 VERB_PAGES: Mapping[str, str] = {
-    "train": f"""usage: spmdrl train {_CONFIGURED}
+    "train": f"""usage: spmdrl train {_CONFIGURED} [--plan DEVICE]
 
 Reinforcement learning: model.path or model.make, data.train, reward.functions, train.max_steps and the keys below them.
 The same command again goes on from the newest checkpoint of the run's folder (resume). With sft.max_steps > 0 it trains
 on answers first, and with data.eval it evaluates before, during (eval.interval) and after.
+
+--plan plans the run (spmdrl plan) on such devices, h100, h200, 910b or a YAML file, while it loads the model, prints
+whether it fits and the seconds of a step, and has the report show planned beside measured.
 
 examples:
   python -m spmdrl train run.yaml optim.lr=1e-6 run.name=second

@@ -33,7 +33,7 @@ def configured_main(verb: str, prompts: Sequence[str], question: dict[str, Any])
     if verb == "train":
         from spmdrl.verbs.train import main as train
 
-        return train
+        return partial(train, plan_device=question["plan_device"])
     if verb in ("sft", "preferences", "reward-model"):
         from spmdrl.verbs.supervised import main as supervised
 

@@ -67,6 +67,8 @@ _SRUN_VARIABLES = (
     "SLURM_STEP_NODELIST",
 )  # fmt: skip
 _MSRUN_VARIABLES = ("MS_NODE_ID", "RANK_ID", "RANK_SIZE", "DEVICE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT")
+# Beginnings of the names of all variables by which launchers place a process in a job.
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "MS_", "DEVICE_ID")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
@@ -84,6 +86,11 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     if "SLURM_STEP_ID" in environ:
         return _started_by_srun(environ)
     return LaunchEnvironment()
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a program that a rank starts and that is no rank itself."""
+    return {name: value for name, value in environ.items() if not name.startswith(_PLACES)}
 
 
 def is_msruns_scheduler(environ: Mapping[str, str]) -> bool:

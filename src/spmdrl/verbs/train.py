@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,11 +22,15 @@ from spmdrl.job.training import Training, build
 from spmdrl.resources.world import make_deterministic
 from spmdrl.runtime.launch import command_of
 from spmdrl.runtime.supervision.stop_request import StopAgreed
+from spmdrl.verbs.planned_beside import PlanBeside
 from spmdrl.verbs.supervised import warm_started
 
 
-def main(loaded: LoadedConfig[Config]) -> int:
-    """Train with rewards; repeating the command resumes from the newest checkpoint."""
+def main(loaded: LoadedConfig[Config], *, plan_device: str | None = None) -> int:
+    """Train with rewards; repeating the command resumes from the newest checkpoint.
+
+    With `plan_device` another process plans the run for such devices meanwhile.
+    """
     started = time.perf_counter()
     config, checked = loaded.value, check_run(loaded, verb="train")
     is_here = config.model.path is None or Path(config.model.path).expanduser().is_dir()
@@ -34,12 +38,14 @@ def main(loaded: LoadedConfig[Config]) -> int:
         # Errors of the steps with rewards are raised before the supervised ones.
         prepare_without_weights(checked)
     set_kernels(config.debug)
-    with open_job(checked, trains=True) as world:
+    with open_job(checked, trains=True) as world, closing(PlanBeside(checked, world, plan_device)) as plan:
         checked = warm_started(checked, world)
         run = Run(checked, world, started=started)
         with recording_failure(run), ExitStack() as stack:
+            plan.show_on(run.console)
             with start_up():
                 training = build(checked, run, stack)
+            plan.wait()
             try:
                 loop(training)
             except RewardFailure as failure:
