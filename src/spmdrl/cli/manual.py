@@ -113,7 +113,6 @@ run on 4, 16, ... times the nodes, with as many times the prompts and replicas, 
 --dry-run does so for one rank with all micro-batches of a step, and adds the bytes that it sends, beside the plan.
 
 examples:
-  python -m spmdrl plan run.yaml --ranks 16 --nodes 2 --device h100
   python -m spmdrl plan run.yaml --ranks 8 --calibrate node.yaml
   python -m spmdrl plan run.yaml resources.update.tensor=8 --ranks 64 --nodes 8 --response-length 4000
   python -m spmdrl train run.yaml --dry-run --ranks 16 --nodes 2 --rank 15

@@ -61,9 +61,7 @@ def _attended(q_BHK: Tensor, keys: Tensor, values: Tensor, window: int | None) -
     raise NotImplementedError("runs on planned devices only")
 
 
-@_attended.register_fake
-def _shape_of_attended(q_BHK: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    return q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1])
+_attended.register_fake(lambda q_BHK, keys, values, window: q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1]))
 
 
 def _paged_attention(
