@@ -31,10 +31,6 @@ def figure11(arguments: argparse.Namespace) -> BenchTable:
     plan = plan_run(run)
     base = _times(run, plan, run.device)
     rows = [_row(name, _times(run, plan, change(run.device)), base) for name, change in _changes()]
-    settings = {"twice the tokens of a micro-batch": {"train.max_tokens_per_microbatch": 2 * _tokens(run)}}
-    for name, changed in settings.items():
-        other = _run(*(f"{key}={value}" for key, value in changed.items()))
-        rows.append(_row(name, _times(other, plan_run(other), other.device), base))
     most = max(rows, key=lambda row: float(str(row["times"])))
     return BenchTable(
         title="Figure 11: planned throughput of DeepSeek-R1-671B on 384 NPUs",
@@ -48,15 +44,11 @@ def figure11(arguments: argparse.Namespace) -> BenchTable:
     )
 
 
-def _run(*settings: str) -> PlannedRun:
+def _run() -> PlannedRun:
     folder = ROOT / "configs/paper"
-    loaded = load_config([folder / f"{_NAME}_{_NUM_RANKS}.yaml"], settings, "train")
+    loaded = load_config([folder / f"{_NAME}_{_NUM_RANKS}.yaml"], [], "train")
     launch = LaunchEnvironment(0, _NUM_RANKS, 0, _RANKS_PER_NODE)
     return planned_run(loaded, launch, _DEVICE, None, None, folder / "sizes" / _NAME)
-
-
-def _tokens(run: PlannedRun) -> int:
-    return run.checked.config.train.tokens_per_microbatch(run.device.kernels)
 
 
 def _times(run: PlannedRun, plan: Plan, device: DeviceProfile) -> StepTimes:
