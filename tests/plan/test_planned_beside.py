@@ -117,6 +117,12 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_run_that_ends_before_its_plan_leaves_no_process(tmp_path):
     screen, plan = io.StringIO(), plan_beside(tmp_path, CONFIG)
     plan.show_on(Console(stream=screen))
-    assert len(processes_of(tmp_path)) == 1
-    plan.close()
+    try:
+        # A process that has just begun has no words for a moment.
+        deadline = time.monotonic() + 10
+        while len(processes_of(tmp_path)) != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        plan.close()
     assert processes_of(tmp_path) == [] and screen.getvalue() == ""
