@@ -52,9 +52,11 @@ def better_layouts(run: PlannedRun, planned: Planned) -> list[Alternative]:
     def try_all(candidates: Iterator[list[Setting]], most: int) -> list[Setting]:
         number = 0
         for settings in candidates:
+            if number == most:
+                break
             try:
                 other = planned(with_settings(config, settings))
-                if number >= most or not _may_fit(other):
+                if not _may_fit(other):
                     continue
                 changed = [(key, value) for key, value in settings if _value(run, key) != value]
                 found.append(Alternative(changed, plan_run(other)))

@@ -226,7 +226,7 @@ class _PlannedStep:
         mask, put = columns_mask(names), np.concatenate([*self._rows.shares[state].values()])
         lengths = {name: self._num_values[name][put] for name in announced_lengths(mask)}
         news = [RowMetadata(put, mask, lengths)]
-        # Every rank hears of every row from the others.
+        # Every rank receives the news of all rows that others put.
         self.volume.metadata_bytes += len(pack_news(news)) * (self._launch.world_size - 1)
         with self._at_work():
             self._rows.lives.observe(news)

@@ -114,11 +114,10 @@ def stage_seconds(
             if slot.span is not None:
                 own = _slot_seconds(slot, slot.span, device, launch.local_world_size)
                 seconds[slot.name] = max(seconds.get(slot.name, 0.0), own)
-    num_nodes = -(-launch.world_size // launch.local_world_size)
     crossing = moved.flow.volume.payload_bytes(Link.CROSS_NODE)
-    if num_nodes > 1:
+    if launch.num_nodes > 1:
         crossing += moved.flow.volume.metadata_bytes
-    dock = num_nodes * device.links[DOCK].gib_per_second * GIB
+    dock = launch.num_nodes * device.links[DOCK].gib_per_second * GIB
     seconds[SAMPLE_FLOW] = crossing / dock + moved.flow.host_seconds
     return seconds
 

@@ -25,6 +25,7 @@ from spmdrl.plan.rank_plan import SWITCH
 from spmdrl.plan.rate_fit import TimedPart, fit_rates
 from spmdrl.plan.run_plan import Plan, plan_run
 from spmdrl.plan.slot_times import kind_of
+from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show, waiting
 from spmdrl.verbs.doctor.commands import run_to_end
@@ -112,7 +113,7 @@ def calibrate(config: Config, family: str, num_ranks: int, file: Path) -> int:
     assert links is not None
     rates, node = fit_rates(parts, links)
     host = LinkRate(round(statistics.median(hosts) * 1e9 / (1 << 30), 3))
-    found = DeviceProfile(file.stem, _memory_gib(kind), "cuda", False, rates, {
+    found = DeviceProfile(file.stem, _memory_gib(kind, num_ranks), "cuda", False, rates, {
         NODE: node, CROSS_NODE: node, HOST: host, DOCK: LinkRate(node.gib_per_second)
     })  # fmt: skip
     found.write(file, _head(kind, num_ranks))
@@ -153,9 +154,10 @@ def _measured(words: list[str], num_ranks: int) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines[_WARM_UP_STEPS:]]
 
 
-def _memory_gib(kind: str) -> float:
+def _memory_gib(kind: str, num_ranks: int) -> float:
+    """Return a device's memory; of a CPU, a rank's share of what is free."""
     if kind == "cpu":
-        return 64.0
+        return round(free_host_bytes() / num_ranks / (1 << 30), 1)
     return round(torch.accelerator.memory.get_memory_info()[1] / (1 << 30), 1)
 
 
@@ -163,4 +165,5 @@ def _head(kind: str, num_ranks: int) -> str:
     return (
         f"Measured on {num_ranks} ranks of one machine ({kind}) by spmdrl plan --calibrate. Nothing crossed nodes: "
         "cross_node and dock\n# are the node's rates, to be put right by hand. 1000000: no part depended on it."
+        + ("" if num_ranks > 1 else " One rank sends nothing:\n# the node's rates are an H100's.")
     )
