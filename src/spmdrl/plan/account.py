@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.pipelining import stage as pipeline_stage
 from torch.utils._pytree import tree_leaves
 
 from spmdrl.plan.planned_device import NAME
 
 # CUDA's and NPU's allocators hand out multiples of this.
 _BLOCK_BYTES = 512
-ACTIVATIONS, GRADIENTS, GATHERED, ROWS = "activations", "gradients", "gathered", "rows"
-TRANSIENT = frozenset({ACTIVATIONS, GRADIENTS, GATHERED, ROWS})
+ACTIVATIONS, GRADIENTS, GATHERED, RECEIVED, ROWS = "activations", "gradients", "gathered", "received", "rows"
+TRANSIENT = frozenset({ACTIVATIONS, GRADIENTS, GATHERED, RECEIVED, ROWS})
 """Owners that hold bytes within a worker state only."""
 # FSDP2's copies of whole weights before a layer runs, and of whole gradients after it.
 _GATHERING = "fsdp::"
@@ -106,6 +107,21 @@ class Account:
             yield
         finally:
             self._owner = before
+
+    @contextlib.contextmanager
+    def own_received(self) -> Iterator[None]:
+        """Attribute the buffers that a pipeline makes, before its first micro-batch, for what it will receive."""
+        make = pipeline_stage._make_tensor_from_meta
+
+        def make_owned(*arguments: Any) -> Tensor:
+            with self.own(RECEIVED):
+                return make(*arguments)
+
+        pipeline_stage._make_tensor_from_meta = make_owned  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            pipeline_stage._make_tensor_from_meta = make
 
     def attribute(self, tensors: Iterable[Tensor], owner: str) -> None:
         """Attribute living tensors, from their allocation on."""

@@ -7,9 +7,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -38,9 +39,6 @@ from spmdrl.plan.resharding_bytes import ReshardingBytes, resharding_bytes
 from spmdrl.plan.slot_times import Moved, StepTimes, step_times
 from spmdrl.plan.traced_rank import RankTrace, extended
 from spmdrl.runtime.launch import LaunchEnvironment
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -158,8 +156,7 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
     take_kernels_of(run.device.kernels)
     _, generating = checked.sets_of(run.launch.world_size)
 
-    def trace(task: tuple[int, int | None]) -> RankTrace:
-        rank, more_passes = task
+    def trace(rank: int, more_passes: int | None) -> RankTrace:
         return trace_rank(checked, run.sources, run.of_rank(rank), run.lengths, more_passes=more_passes)
 
     def generate(kept_bytes: int) -> GenerationTrace | None:
@@ -168,13 +165,23 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
             checked, source, first, run.lengths, total_bytes=total_bytes, kept_bytes=kept_bytes
         )  # fmt: skip
 
-    tasks = [(alike[0], more) for alike in classes for more in ([None] if is_whole else [1, 0])]
-    found = each_in_a_child(trace, tasks)
-    traces = found if is_whole else [extended(few, more) for more, few in zip(found[::2], found[1::2], strict=True)]
+    decoders = {role: source.decoder for role, source in run.sources.items()}
+    lengths = PlannedLengths(run.lengths.prompt, run.lengths.response)
     is_swapped = swaps(checked, run.sources, run.launch, total_bytes)
-    # The cache is as large as on the rank with the least room.
-    kept = [sum(one.held.values()) for one, alike in zip(traces, classes, strict=True) if alike[0] in generating]
-    (generation,) = each_in_a_child(generate, [0 if is_swapped else max(kept, default=0)])
+    counts = [None] if is_whole else [1, 0]
+    # Longer ones first. Beside training state that stays, the cache waits for what that takes.
+    flow, switch, *found = each_in_a_child(
+        partial(sample_flow_bytes, checked, decoders[POLICY], run.launch, lengths),
+        partial(resharding_bytes, checked, decoders, run.launch, NAME),
+        *([partial(generate, 0)] if is_swapped else []),
+        *(partial(trace, alike[0], more) for more in counts for alike in classes),
+    )
+    generation = found.pop(0) if is_swapped else None
+    traces = found if is_whole else list(map(extended, found[len(classes) :], found))
+    if not is_swapped:
+        # The cache is as large as on the rank with the least room.
+        kept = [sum(one.held.values()) for one, alike in zip(traces, classes, strict=True) if alike[0] in generating]
+        (generation,) = each_in_a_child(partial(generate, max(kept, default=0)))
     ranks = []
     for traced, alike in zip(traces, classes, strict=True):
         own = generation if alike[0] in generating else None
@@ -182,10 +189,6 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
         slots = list(slots_of(checked, traced, own, shared, is_swapped=is_swapped))
         ranks.append(RankPlan(alike[0], sorted(alike), slots))
     ranks.sort(key=lambda one: -one.fullest.peak_bytes)
-    decoders = {role: source.decoder for role, source in run.sources.items()}
-    lengths = PlannedLengths(run.lengths.prompt, run.lengths.response)
-    flow = sample_flow_bytes(checked, decoders[POLICY], run.launch, lengths)
-    switch = resharding_bytes(checked, decoders, run.launch, NAME)
     times = step_times(checked, ranks, Moved(flow, switch, is_swapped), run.device, run.launch, run.lengths)
     seconds = time.perf_counter() - started
     return Plan(run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, seconds, times)
@@ -207,6 +210,7 @@ class DryRun:
             **self.whole.to_json(),
             "planned": self.plan.to_json()["ranks"],
             "messages": {name: _sums(span) for name, span in spans.items()},
+            "planned_messages": {name: _sums(span) for name, span in planned.items()},
             "work": {name: vars(span.work) for name, span in spans.items()},
             "planned_work": {name: vars(span.work) for name, span in planned.items()},
         }
@@ -245,14 +249,14 @@ def _sums(span: Span) -> dict[str, dict[str, int]]:
     return sums
 
 
-def each_in_a_child(work: Callable[[Given], Made], tasks: Sequence[Given]) -> list[Made]:
-    """Return the results of tasks, each in a process of its own.
+def each_in_a_child(*tasks: Callable[[], Any]) -> list[Any]:
+    """Return the results of tasks, each from a process of its own.
 
     PyTorch keeps the groups of a job in caches for the life of a process, which can be one rank only. Raises
     RuntimeError if a process ends without a result, as one does that the system stops for want of memory.
     """
     # Forked, as nothing that isn't picklable need be passed.
-    context, results = multiprocessing.get_context("fork"), dict[int, Made]()
+    context, results = multiprocessing.get_context("fork"), dict[int, Any]()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     waiting, running = list(enumerate(tasks))[::-1], dict[Connection, tuple[int, BaseProcess]]()
     try:
@@ -260,7 +264,7 @@ def each_in_a_child(work: Callable[[Given], Made], tasks: Sequence[Given]) -> li
             while waiting and len(running) < num_cores:
                 place, task = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
-                child = context.Process(target=_send_result, args=(sender, work, task), daemon=True)
+                child = context.Process(target=_send_result, args=(sender, task), daemon=True)
                 child.start()
                 sender.close()
                 running[receiver] = place, child
@@ -290,10 +294,10 @@ def _received(receiver: Connection, child: BaseProcess) -> Any:
     return result[0]
 
 
-def _send_result(sender: Connection, work: Callable[[Any], Any], task: Any) -> None:
+def _send_result(sender: Connection, task: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     try:
-        result: Any = (work(task),)
+        result: Any = (task(),)
     except Exception as error:
         result = error
     sender.send(result)

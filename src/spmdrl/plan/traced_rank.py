@@ -20,6 +20,7 @@ from spmdrl.dataflow.stages.rows import token_rows
 from spmdrl.dataflow.stages.stages import Stage
 from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.dataflow.stages.update_report import ShownRows
+from spmdrl.engines.training.assignment import microbatch_count
 from spmdrl.engines.training.packed_rows import MicroBatch
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import ModelSource
@@ -27,10 +28,12 @@ from spmdrl.job.model.role_models import build_trainer
 from spmdrl.job.start.checked_run import CheckedRun, agreement_of
 from spmdrl.nouns.roles import CRITIC, POLICY, Role, WorkerState
 from spmdrl.observability.metrics import Recorder
-from spmdrl.plan.account import ACTIVATIONS, GRADIENTS, ROWS, TRANSIENT, Account, Span
+from spmdrl.plan.account import ACTIVATIONS, GRADIENTS, RECEIVED, ROWS, TRANSIENT, Account, Message, Span
 from spmdrl.plan.planned_rows import PlannedSamples, RowLengths
 from spmdrl.resources.mesh import join_update_mesh
 from spmdrl.resources.world import World
+
+_BETWEEN_STAGES = ("send", "recv_")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class SlotTrace:
     """micro-batches of one optimizer step, or of one scoring of all rows"""
     num_traced: int
     """micro-batches that ran"""
+    num_sent: tuple[int, int]
+    """micro-batches that a pipeline sends, idle ones too: of those that ran, and of `num_together`"""
 
 
 @dataclass(frozen=True)
@@ -60,22 +65,32 @@ class RankTrace:
 
 
 def extended(few: RankTrace, more: RankTrace) -> RankTrace:
-    """Return the trace of all micro-batches from those of k and of k + 1: each further one adds as much as the last.
+    """Return the trace of all micro-batches from those of fewer and of more: each further one adds as much.
 
     A pipeline has buffers for each, and an update all their rows.
     """
     slots = {}
     for state, slot in more.slots.items():
-        before, num_left = few.slots[state], slot.num_together - slot.num_traced
-        # Owners may be at their most at different moments: rows always grow, and all else counts together.
-        rows = slot.span.owners[ROWS] - before.span.owners[ROWS]
-        others = max(slot.span.owners.total() - before.span.owners.total() - rows, 0)
-        added = Counter({ROWS: rows * num_left, ACTIVATIONS: others * num_left})
-        span, fewer = slot.span, before.span
-        work = span.work + num_left * (span.work - fewer.work)
-        messages = Counter(
-            {sent: count + num_left * (count - fewer.messages[sent]) for sent, count in span.messages.items()}
-        )
+        before, span, left = few.slots[state], slot.span, slot.num_together - slot.num_traced
+        if not left:
+            slots[state] = slot
+            continue
+        between = slot.num_traced - before.num_traced
+        sent_left, sent_between = slot.num_sent[1] - slot.num_sent[0], slot.num_sent[0] - before.num_sent[0]
+        rows = span.owners[ROWS] - before.span.owners[ROWS]
+        received = span.owners[RECEIVED] * sent_left // slot.num_sent[0]
+        added = Counter({ROWS: rows * left // between, RECEIVED: received})
+        if before.num_traced > 1:
+            # Both have all that lives together: the rest is what each leaves behind. Owners may be at their most at
+            # different moments, so that they count together.
+            rest = span.owners.total() - before.span.owners.total() - rows
+            added[ACTIVATIONS] = max(rest, 0) * left // between
+        work = span.work + left / between * (span.work - before.span.work)
+        messages: Counter[Message] = Counter()
+        for message, count in span.messages.items():
+            further = count - before.span.messages[message]
+            per_pass = sent_left / sent_between if message.operation in _BETWEEN_STAGES else left / between
+            messages[message] = count + round(per_pass * further)
         slots[state] = replace(slot, span=Span(span.owners + added, work, messages))
     return replace(more, slots=slots)
 
@@ -87,7 +102,8 @@ class TracedRank:
         self, checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World, account: Account, *,
         more_passes: int | None = 0,
     ):  # fmt: skip
-        """Build the engines. Micro-batches are traced until memory repeats, and `more_passes`; None: all."""
+        """Build the engines. Of the micro-batches as many are traced as `extended` needs, with 0 and 1 `more_passes`;
+        None: all."""
         self._more_passes = more_passes
         self._checked, self._world, self._account = checked, world, account
         self.engines: dict[Role, TrainingEngine] = {}
@@ -128,22 +144,27 @@ class TracedRank:
         num_traced = min(len(passes), self._most_passes(engine, trains=state.work == "train"))
         samples.keep([row for members in passes[:num_traced] for row in members])
         epochs = config.train.epochs_per_step if state.work == "train" else 1
-        with self._account.span(lambda owner: owner not in TRANSIENT) as span:
+        with self._account.own_received(), self._account.span(lambda owner: owner not in TRANSIENT) as span:
             stage(cast(Samples, samples))
         layout = engine.mesh.layout
         bubble = (layout.pipeline - 1) / (layout.pipeline_chunks * len(passes))
-        return SlotTrace(role, span, len(passes) * parts * epochs, bubble, len(passes), num_traced)
+        sent = num_traced, len(passes)
+        if layout.pipeline > 1 and state.work == "train":
+            sent = microbatch_count(num_traced, layout), microbatch_count(len(passes), layout)
+        return SlotTrace(role, span, len(passes) * parts * epochs, bubble, len(passes), num_traced, sent)
 
     def _most_passes(self, engine: TrainingEngine, *, trains: bool) -> int:
-        """Return the number of micro-batches after which memory repeats, and those beyond."""
-        layout = engine.mesh.layout
-        is_pipelined = layout.pipeline > 1
-        if self._more_passes is None or (trains and is_pipelined and layout.pipeline_schedule == "gpipe"):
+        """Return how many micro-batches to trace."""
+        layout, more = engine.mesh.layout, self._more_passes
+        if more is None or (trains and layout.pipeline > 1 and layout.pipeline_schedule == "gpipe"):
             # This schedule holds all micro-batches of an update.
             return 1 << 30
-        num_held = layout.pipeline * layout.pipeline_chunks if is_pipelined else 1
-        # One more comes once there are gradients.
-        return 1 + num_held + self._more_passes
+        if trains and layout.pipeline > 1:
+            # Rounds of all ranks where there are several chunks, as an idle micro-batch takes a whole one's place.
+            further = layout.pipeline if layout.pipeline_chunks > 1 else 1
+            return layout.pipeline * layout.pipeline_chunks + further if more else 1
+        # One runs before there are gradients, or results of another, and one beside them; some are sent meanwhile.
+        return 2 + (layout.pipeline > 1) + more
 
     def _stages(self) -> dict[WorkerState, Stage]:
         checked, config = self._checked, self._checked.config
