@@ -18,7 +18,7 @@ from spmdrl.engines.models.make_model import decoder_config
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.roles import POLICY
-from spmdrl.plan.link_bytes import PlannedFlow, PlannedLengths, sample_flow_bytes
+from spmdrl.plan.link_bytes import PlannedFlow, PlannedLengths, PlannedStep, sample_flow_bytes
 from spmdrl.plan.resharding_bytes import ReshardingBytes, resharding_bytes
 from spmdrl.runtime.launch import LaunchEnvironment
 
@@ -98,7 +98,7 @@ def test_a_row_crosses_once_for_each_column_and_reader():
     checked = checked_for(launch, "dock.balance=rows", "log.samples_per_step=0")
     decoder = decoder_config(checked.config.model.make)
     prompts, responses = np.full(32, 5), np.full(32 * 8, 12)
-    home = PlannedFlow(checked, decoder, launch).bytes_of_rows(prompts, responses, step=1)
+    home = PlannedStep(PlannedFlow(checked, decoder, launch), prompts, responses, step=1).volume
     assert home.payload_bytes(Link.CROSS_NODE) == 0 and home.payload_bytes(Link.NODE) == 0
     assert home.put_bytes[Link.PROCESS]["response_ids"] == 256 * (4 * 12 + 8) + 2 * 8
     # Advantages take the tokens and the update does; the prompts' tokens are read once, and are everywhere.

@@ -93,14 +93,14 @@ def sample_flow_bytes(
     Rows that cross nodes follow from the run's deal of rows of planned lengths, on average over several steps of few
     rows. All rows are generated at once and trained on. Metadata has no places in memory.
     """
-    rollout, flow, volumes = checked.config.rollout, PlannedFlow(checked, decoder, launch), []
+    rollout, flow = checked.config.rollout, PlannedFlow(checked, decoder, launch)
     sizes = rollout.prompts_per_step, rollout.num_generations, rollout.max_completion_length
     num_steps = min(1 + _ENOUGH_ROWS // (rollout.prompts_per_step * rollout.num_generations), _MOST_STEPS)
-    for step in range(1, 1 + num_steps):
-        volumes.append(flow.bytes_of_rows(*lengths.of_rows(*sizes, seed=step), step=step))
+    steps = [PlannedStep(flow, *lengths.of_rows(*sizes, seed=one), step=one) for one in range(1, 1 + num_steps)]
+    volumes = [step.volume for step in steps]
     metadata_bytes = round(sum(one.metadata_bytes for one in volumes) / num_steps)
     mean = Volume(_mean([one.put_bytes for one in volumes]), _mean([one.get_bytes for one in volumes]), metadata_bytes)
-    return PlannedVolume(mean, flow.host_seconds / num_steps)
+    return PlannedVolume(mean, sum(step.host_seconds for step in steps) / num_steps)
 
 
 def _mean(found: Sequence[Mapping[Link, Counter[str]]]) -> dict[Link, Counter[str]]:
@@ -117,31 +117,25 @@ class PlannedFlow:
         self.decoder = decoder
         self.members = _members(checked, decoder, launch)
         self.rules = _deal_rules(checked, decoder, launch, self.members)
-        self.host_seconds = 0.0
-        """time that the controllers of one rank took so far"""
-
-    def bytes_of_rows(self, prompts_G: Integers, responses_B: Integers, *, step: int) -> Volume:
-        """Return the payload of a step whose prompts [G] and responses [B] have these lengths."""
-        rows = _PlannedStep(self, prompts_G, responses_B, step)
-        for slot in self.checked.slots:
-            rows.run(slot)
-        self.host_seconds += rows.host_seconds
-        return rows.volume
 
 
-class _PlannedStep:
-    """One step of planned rows, with the payload moved so far."""
+class PlannedStep:
+    """One step of rows whose prompts [G] and responses [B] have these lengths; `expected_G` as in `StepRows`."""
 
-    def __init__(self, flow: PlannedFlow, prompts_G: Integers, responses_B: Integers, step: int):
+    def __init__(
+        self, flow: PlannedFlow, prompts_G: Integers, responses_B: Integers, *, step: int,
+        expected_G: Sequence[int] | None = None,
+    ):  # fmt: skip
         self.volume = Volume()
         self.host_seconds = 0.0
+        """time of one rank's controllers"""
         self._config = flow.checked.config
         self._launch = flow.rules.launch
         self._members = flow.members
         size = self._config.rollout.num_generations
         prompts = [Prompt(str(number), range(length), "", None, {}, "") for number, length in enumerate(prompts_G)]
-        self._rows = StepRows(flow.checked.needs, flow.rules, step, prompts, size)
-        self._homes = self._rows.lives.catalogue.homes
+        self.rows = StepRows(flow.checked.needs, flow.rules, step, prompts, size, expected_G=expected_G)
+        self._homes = self.rows.lives.catalogue.homes
         self._writers: dict[str, Integers] = {}
         """rank in whose memory each row of a column lies [B]"""
         self._num_values = _num_values(flow.checked, flow.decoder, prompts_G.repeat(size), responses_B)
@@ -149,10 +143,12 @@ class _PlannedStep:
         self._has_portions = has_turns and scores and not flow.checked.algorithm.max_refills and not flow.rules.others
         # Groups whose longest responses end together are put together.
         self._ends_B = responses_B.reshape(-1, size).max(axis=1).repeat(size)
+        for slot in flow.checked.slots:
+            self._run(slot)
 
-    def run(self, slot: Slot) -> None:
+    def _run(self, slot: Slot) -> None:
         """Take, put and commit the rows of one state; models may score them in portions."""
-        state, rows, reads, makes = slot.state, self._rows, slot.reads, {*slot.makes}
+        state, rows, reads, makes = slot.state, self.rows, slot.reads, {*slot.makes}
         if state is WorkerState.GENERATION:
             reads = frozenset()
             # An environment's rows always have both.
@@ -175,26 +171,26 @@ class _PlannedStep:
 
     def _claim(self, state: WorkerState, among: Integers | None) -> None:
         if state is WorkerState.GENERATION:
-            self._rows.deal_generation()
+            self.rows.deal_generation()
             if self._has_portions:
                 self._cut_portions()
         elif state is WorkerState.REWARD:
-            self._rows.take_generated(state)
+            self.rows.take_generated(state)
         else:
-            self._rows.deal(state, among)
+            self.rows.deal(state, among)
 
     def _cut_portions(self) -> None:
         """Let each rank's rows be put and scored in portions, the shortest first."""
         number, lengths_B = self._config.dock.portions, self._num_values["response_ids"]
-        for rows in self._rows.shares[WorkerState.GENERATION].values():
+        for rows in self.rows.shares[WorkerState.GENERATION].values():
             ended = rows[np.argsort(lengths_B[rows], kind="stable")]
             stops = [rows_until(portion, number, rows.size) for portion in range(number)]
             self._ends_B[ended] = np.searchsorted(stops, np.arange(rows.size), side="right")
-        self._rows.portions += [np.flatnonzero(self._ends_B == portion) for portion in range(number - 1)]
+        self.rows.portions += [np.flatnonzero(self._ends_B == portion) for portion in range(number - 1)]
 
     def _readers(self, state: WorkerState) -> Shares:
         """Return the rows that each rank reads: all ranks of a group that are beside them, else the first alone."""
-        shares, out = self._rows.shares[state], dict[int, Integers]()
+        shares, out = self.rows.shares[state], dict[int, Integers]()
         members = {ranks[0]: ranks for ranks in self._members.get(state, ())}
         for rank, rows in shares.items():
             group = members.get(rank, [rank])
@@ -219,17 +215,17 @@ class _PlannedStep:
 
     def _put_all(self, state: WorkerState, names: Sequence[str]) -> None:
         """Count the columns that the first rank of each group puts, and announce them."""
-        for rank, rows in self._rows.shares[state].items():
+        for rank, rows in self.rows.shares[state].items():
             for name in names:
                 self._put(rank, rows, name, is_streamed=state is WorkerState.GENERATION)
         # Lengths of one column stand for all that share them.
-        mask, put = columns_mask(names), np.concatenate([*self._rows.shares[state].values()])
+        mask, put = columns_mask(names), np.concatenate([*self.rows.shares[state].values()])
         lengths = {name: self._num_values[name][put] for name in announced_lengths(mask)}
         news = [RowMetadata(put, mask, lengths)]
         # Every rank receives the news of all rows that others put.
         self.volume.metadata_bytes += len(pack_news(news)) * (self._launch.world_size - 1)
         with self._at_work():
-            self._rows.lives.observe(news)
+            self.rows.lives.observe(news)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -246,15 +242,15 @@ class _PlannedStep:
             batches = np.stack([homes, self._ends_B[rows] * is_streamed])[:, is_there]
             num_batches = np.unique(batches, axis=1).shape[1]
             self._count(self.volume.put_bytes[link], name, bytes_B[is_there], num_batches)
-        writers = self._writers.setdefault(name, np.zeros(self._rows.num_rows, dtype=np.int64))
+        writers = self._writers.setdefault(name, np.zeros(self.rows.num_rows, dtype=np.int64))
         # The first rank of another node stores what comes there.
         writers[rows] = np.where(is_here, rank, homes * self._launch.local_world_size)
 
     def _show(self) -> None:
         """Count what the main rank reads for its report of some rows."""
         wanted = self._config.log.samples_per_step
-        rows = np.array(chosen_places(self._rows.num_rows, wanted, self._rows.group_size), dtype=np.int64)
-        turns = self._rows.reads(WorkerState.UPDATE) & {TURNS}
+        rows = np.array(chosen_places(self.rows.num_rows, wanted, self.rows.group_size), dtype=np.int64)
+        turns = self.rows.reads(WorkerState.UPDATE) & {TURNS}
         self._get(0, rows, [*COLUMNS, "advantages", *turns])
 
     def _bytes(self, name: str, rows: Integers) -> Integers:

@@ -24,7 +24,7 @@ from spmdrl.job.start.prepared import Prepared, prepare_without_weights
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.batch import Integers
 from spmdrl.nouns.roles import POLICY
-from spmdrl.plan.link_bytes import PlannedFlow, PlannedLengths, sample_flow_bytes
+from spmdrl.plan.link_bytes import PlannedFlow, PlannedLengths, PlannedStep, sample_flow_bytes
 from spmdrl.plan.resharding_bytes import resharding_bytes
 from spmdrl.runtime.launch import LaunchEnvironment
 from tests.bench.harness.bench_table import BenchTable
@@ -126,7 +126,7 @@ def _rows(
     steps, decoders = metrics_of(run), {role: source.decoder for role, source in prepared.sources.items()}
     rows = lengths_of_rows(checked, prepared, run, step=1)
     if rows is not None:
-        volume = PlannedFlow(checked, decoders[POLICY], launch).bytes_of_rows(*rows, step=1)
+        volume = PlannedStep(PlannedFlow(checked, decoders[POLICY], launch), *rows, step=1).volume
         yield from _by_link(case, "samples by rows", volume, steps[:1])
     volume = sample_flow_bytes(checked, decoders[POLICY], launch, _means(checked, steps)).volume
     yield from _by_link(case, "samples by means", volume, steps)
