@@ -24,7 +24,7 @@ COLUMNS_FOR_LOSS = frozenset({"advantages", "rollout_logprobs", "old_logprobs", 
 """what GRPO reads with a reference in its loss and several updates a batch"""
 NEEDS = needs_by_state(COLUMNS_FOR_LOSS)
 # Forward passes that a token costs: a backward pass is worth two.
-_PASSES = {WorkerState.REFERENCE: 1, WorkerState.OLD_LOGPROBS: 1, WorkerState.UPDATE: 3}
+PASSES = {WorkerState.REFERENCE: 1, WorkerState.OLD_LOGPROBS: 1, WorkerState.UPDATE: 3}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class StepRun:
 
     def _compute(self, state: WorkerState, rows: Tensor, started: float) -> None:
         """Last until a computation of these rows that began at `started` would end."""
-        self.seconds[state] = _PASSES[state] * self._step.tokens_of(rows) / self._size.scored_tokens_per_second
+        self.seconds[state] = PASSES[state] * self._step.tokens_of(rows) / self._size.scored_tokens_per_second
         _sleep_until(started + self.seconds[state])
 
 

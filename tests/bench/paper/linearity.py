@@ -1,4 +1,6 @@
-"""The paper's Figure 9: linearity measured over emulated nodes, and modelled at the paper's 24 and 48.
+"""The paper's Figure 9: linearity measured over emulated nodes, and planned and modelled, at the paper's 24 and 48 too.
+
+The plan's line needs nothing measured beyond 2 nodes (planned_line.py). The models' are fits:
 
 A step on n nodes takes its compute, seconds of processors, and the bytes of the busiest link over its rate. Seconds and
 bytes are a + b (1 - 1/n) + c n each: what every node does, rows that live elsewhere, and metadata. The three are least
@@ -15,13 +17,15 @@ import numpy as np
 
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.nodes import nodes
+from tests.bench.nodes.sample_flow import FlowSize
+from tests.bench.paper.planned_line import APART, AS_EMULATED, CALIBRATED, MeasuredNodes, planned_lines
 
 PAPER = {"dock": "0.811 (MSRL)", "dock, locality off": "0.811 (MSRL)"}
 PAPER_NODES = 24
 OTHERS = "0.619 (a central buffer), 0.404 (VeRL)"
 MODELLED_NODES = (PAPER_NODES, 48)
 GOAL = 0.03
-"""relative error of the step at the most nodes, by a fit to the others"""
+"""relative error of the plan's linearity at each number of nodes, and of a model's step at one that it hasn't seen"""
 
 Line = Sequence[tuple[int, float]]
 """linearity by number of nodes"""
@@ -104,15 +108,20 @@ def figure9(arguments: argparse.Namespace) -> BenchTable:
     return table_of(measured.rows, arguments.link_mb) if measured.passed else measured
 
 
-def table_of(measured: Sequence[Mapping[str, object]], link_mb: float) -> BenchTable:
-    """The rows of the nodes bench, and the models fitted to them."""
+def table_of(measured: Sequence[Mapping[str, object]], link_mb: float, size: FlowSize | None = None) -> BenchTable:
+    """The rows of the nodes bench, the plan's beside them, and models fitted to them."""
     rows: list[dict[str, object]] = []
     errors = {}
+    plan_errors: dict[str, dict[str, dict[int, float]]] = {}
     for variant in dict.fromkeys(str(row["variant"]) for row in measured):
         of_variant = [row for row in measured if row["variant"] == variant]
         rows += rows_of(
             variant, "measured", [(int(str(row["nodes"])), _number(row, "linearity")) for row in of_variant]
         )
+        lines = _planned(of_variant, link_mb, size or FlowSize(), locality=variant == "dock")
+        for kind, line in lines.items():
+            rows += rows_of(variant, kind, line)
+        plan_errors[variant] = _plan_errors(of_variant, lines, link_mb)
         for kind, steps in (("as emulated", _emulated(of_variant, link_mb)), ("machines apart", _apart(of_variant))):
             *fewer, last = steps
             if fewer:
@@ -133,14 +142,24 @@ def table_of(measured: Sequence[Mapping[str, object]], link_mb: float) -> BenchT
             "Emulated: one rank per node, half of the lengths of Table 1's first row, compute slept, all processes on "
             "this machine's cores, for which they wait. Machines apart: compute, the busiest rank's processor seconds "
             "and the busiest link's bytes, all measured here, one after another without a wait.",
+            f"Plan: bytes and compute are planned; processor seconds and waits are those of 1 and 2 nodes here. As "
+            f"emulated: ranks take turns on the cores. Goal: {GOAL:.0%} at each number of nodes.",
+            *(
+                f"{variant}: {name}: {', '.join(f'{error:+.1%} at {count}' for count, error in by_nodes.items())}"
+                for variant, by_name in plan_errors.items()
+                for name, by_nodes in by_name.items()
+            ),
             *(
                 f"{name}: fitted without the most nodes, the model's step there is {step:+.1%} off (goal: {GOAL:.0%}), "
                 f"what it adds to compute {dispatch:+.0%}"
                 for name, (step, dispatch) in errors.items()
             ),
         ),
-        details={"here": _here(rows), "errors": errors, "measured": [dict(row) for row in measured]},
-    )
+        details={
+            "here": _here(rows), "errors": errors, "plan_errors": plan_errors,
+            "measured": [dict(row) for row in measured],
+        },
+    )  # fmt: skip
 
 
 def rows_of(variant: str, kind: str, line: Line) -> list[dict[str, object]]:
@@ -150,6 +169,39 @@ def rows_of(variant: str, kind: str, line: Line) -> list[dict[str, object]]:
          "paper": PAPER.get(variant) if count == PAPER_NODES else None}
         for count, linearity in line
     ]  # fmt: skip
+
+
+def _planned(
+    rows: Sequence[Mapping[str, object]], link_mb: float, size: FlowSize, *, locality: bool
+) -> dict[str, Line]:  # fmt: skip
+    """The plan's lines of one variant; empty unless it was measured on the nodes that calibrate them."""
+    found = {
+        int(str(row["nodes"])): MeasuredNodes(_number(row, "dispatch_s"), _number(row, "rank_cpu_s")) for row in rows
+    }
+    if not found.keys() >= CALIBRATED:
+        return {}
+    counts = sorted({*found, *MODELLED_NODES})
+    return {**planned_lines(found, counts, size, locality=locality, link_mb=link_mb)}
+
+
+def _plan_errors(
+    rows: Sequence[Mapping[str, object]], lines: Mapping[str, Line], link_mb: float
+) -> dict[str, dict[int, float]]:  # fmt: skip
+    """Relative errors of planned linearity by number of nodes, beside what was measured."""
+    if not lines:
+        return {}
+    measured = {int(str(row["nodes"])): _number(row, "linearity") for row in rows}
+    steps = {step.num_nodes: step.seconds(link_mb) for step in _apart(rows)}
+    apart = {count: steps[1] / seconds for count, seconds in steps.items()}
+    compared = (
+        (f"{AS_EMULATED}, beside the measured line", lines[AS_EMULATED], measured),
+        (f"{APART}, beside the measured line", lines[APART], measured),
+        (f"{APART}, beside the sum of measured parts", lines[APART], apart),
+    )
+    return {
+        name: {count: linearity / found[count] - 1 for count, linearity in line if count in found}
+        for name, line, found in compared
+    }
 
 
 def _emulated(rows: Sequence[Mapping[str, object]], link_mb: float) -> list[NodeStep]:

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.bench.__main__ import main
+from tests.bench.nodes.sample_flow import FlowSize
 from tests.bench.paper import benchmark_sets, linearity, paper_bench, reward_curves
 from tests.bench.paper.dispatch_times import PUBLISHED, Printed
 from tests.bench.paper.end_to_end import PEER, figure7
@@ -90,7 +91,7 @@ def test_figure_9_has_measured_and_modelled_lines_and_how_far_the_model_is_off()
          "rank_cpu_s": 0.05, "linearity": 6.1 / (6 + 0.1 * count), "busiest_veth_mb": 0.0}
         for count in (1, 2, 4, 8)
     ]  # fmt: skip
-    table = linearity.table_of(measured, 300.0)
+    table = linearity.table_of(measured, 300.0, FlowSize(rows_per_node=32, max_response_length=64))
     line = {(row["kind"], row["nodes"]): row["linearity"] for row in table.rows}
     assert line["measured", 8] == pytest.approx(6.1 / 6.8) and line["modelled, as emulated", 8] == pytest.approx(
         6.1 / 6.8
@@ -98,6 +99,13 @@ def test_figure_9_has_measured_and_modelled_lines_and_how_far_the_model_is_off()
     assert line["modelled, as emulated", 24] == pytest.approx(6.1 / 8.4)
     assert line["modelled, machines apart", 48] == pytest.approx(1.0)
     assert table.details["errors"]["dock, as emulated"] == pytest.approx((0, 0), abs=1e-9)
+    found = {name: list(errors) for name, errors in table.details["plan_errors"]["dock"].items()}
+    assert len(found) == 3 and all(counts == [1, 2, 4, 8] for counts in found.values())
+    planned = {count: linearity for (kind, count), linearity in line.items() if kind == "plan, machines apart"}
+    assert list(planned) == [1, 2, 4, 8, 24, 48] and planned[48] < planned[1] == 1
+    apart = table.details["plan_errors"]["dock"]["plan, machines apart, beside the measured line"]
+    assert apart[8] == pytest.approx(planned[8] / line["measured", 8] - 1)
+    assert "plan, as emulated" not in {row["kind"] for row in linearity.table_of(measured[2:], 300.0).rows}
     shown = linearity.rows_of("dock", "planned", [(24, 0.9), (48, 0.8)])
     assert [row["paper"] for row in shown] == ["0.811 (MSRL)", None]
 
