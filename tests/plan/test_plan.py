@@ -19,6 +19,7 @@ from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, T
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
+from spmdrl.observability.report.plan_picture import plan_svg
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World
@@ -99,6 +100,7 @@ def plan_of(folder: Path, memory_gib: float, *settings: str) -> tuple[CompletedP
     profile, file = folder / "tiny.yaml", folder / "plan.json"
     profile.write_text(f"{{memory_gib: {memory_gib}, kernels: cuda}}\n")
     arguments = [QUICKSTART, "--ranks", "2", "--device", str(profile), "--json", str(file)]
+    arguments += ["--picture", str(file.with_suffix(".svg"))]
     done = run_job("plan", *arguments, "data.train=nowhere.jsonl", "rollout.kv_cache_gib=0.01", *settings)
     return done, json.loads(file.read_text())
 
@@ -116,6 +118,7 @@ def test_a_plan_says_what_a_run_needs(tmp_path):
     assert owners["activations"] > owners["optimizer"]
     assert rank["slots"]["generation"]["kv_cache"] == pytest.approx(0.01 * 2**30, rel=0.01)
     assert plan["bytes_by_link"]["switch"]["node"] > 0 == plan["bytes_by_link"]["switch"]["cross_node"]
+    assert (tmp_path / "plan.svg").read_text() == plan_svg(plan)
 
 
 @pytest.mark.ranks

@@ -218,12 +218,14 @@ def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if is_dry_run and flags:
         raise ConfigError(f"{min(flags)} is of spmdrl plan, not of a dry run; leave it out, or write spmdrl plan")
     numbers, rest = take_numbers(rest, ("--prompt-length", "--response-length"))
-    texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *(["--rank"] if is_dry_run else ["--calibrate"])))
+    own = ("--rank",) if is_dry_run else ("--calibrate", "--picture")
+    texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *own))
     rank = texts.get("--rank", "0")
     if not rank.isdecimal():
         raise ConfigError(f"--rank is {rank!r}, but must be a rank, as in --rank 0")
     of_plan = {
         "device_file": _path(texts.get("--calibrate")),
+        "picture": _path(texts.get("--picture")),
         "searches": "--search" in flags,
         "scales": "--scale" in flags,
     }

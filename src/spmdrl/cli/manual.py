@@ -93,7 +93,8 @@ examples:
   python -m spmdrl check sft run.yaml --ranks 16 --nodes 2 --device-memory 80GiB
 """,
     "plan": f"""usage: spmdrl plan {_CONFIGURED} [--ranks N] [--nodes N] [--device NAME|FILE]
-           [--prompt-length N] [--response-length N] [--sizes FOLDER] [--json FILE] [--search] [--scale]
+           [--prompt-length N] [--response-length N] [--sizes FOLDER] [--json FILE] [--picture FILE.svg]
+           [--search] [--scale]
        spmdrl plan {_CONFIGURED} --calibrate FILE [--ranks N]
        spmdrl train {_CONFIGURED} --dry-run [--rank R] [the same]
 
@@ -101,7 +102,8 @@ Prints, for `train` on N ranks, the memory of one rank of each kind by worker st
 device: h100 (the default), h200, 910b, or a YAML file such as `{{memory_gib: 79.6, kernels: cuda}}`. No devices, data
 or weights need be here: the models are built as on such a rank, of tensors without values, and run the states of
 a step on rows of the given lengths (by default the longest that the config allows). --sizes takes the config.json of a
-folder in place of model.path. Ends with 1 if it doesn't fit. docs/planning.md has what is planned, and how exactly.
+folder in place of model.path. --picture draws the fullest rank's memory, and the seconds of a step. Ends with 1 if it
+doesn't fit. docs/planning.md has what is planned, and how exactly.
 
 Seconds of each state, and tokens per second and device, follow from the device's rates. Those of the names are made
 of data sheets; --calibrate trains small random models on N ranks of this machine for some minutes and writes a device

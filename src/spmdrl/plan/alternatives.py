@@ -126,15 +126,7 @@ def _rank_sets(run: PlannedRun, best: list[Setting]) -> Iterator[list[Setting]]:
             yield [*(degrees | sets).items(), ("resources.ranks.generation", generating), ("rollout.lag", 1)]
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A run on so many nodes."""
-
-    num_nodes: int
-    plan: Plan
-
-
-def on_more_nodes(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment], PlannedRun]) -> Iterator[Scaled]:
+def on_more_nodes(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment], PlannedRun]) -> Iterator[Plan]:
     """Yield the plans of ever more replicas of a run, each of whose nodes has as many prompts, to 10,000 devices."""
     config, layout, launch = run.checked.config, run.checked.layout, run.launch
     times = 1
@@ -146,6 +138,6 @@ def on_more_nodes(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment]
             ("resources.ranks.generation", config.resources.ranks.generation * times),
         ]
         larger = replace(launch, world_size=launch.world_size * times)
-        yield Scaled(larger.num_nodes, plan_run(planned(with_settings(config, settings), larger)))
+        yield plan_run(planned(with_settings(config, settings), larger))
         most = MOST_DEVICES // launch.world_size
         times = most if times < most < times * _GROWTH else times * _GROWTH

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.roles import WorkerState
-from spmdrl.observability.terminal.units import duration
+from spmdrl.observability.terminal.units import time_text
 from spmdrl.plan.account import Message, Span, Work
 from spmdrl.plan.device_profile import (
     CROSS_NODE,
@@ -135,11 +135,6 @@ def step_times(
         step = max(stages.get(GENERATION, 0.0), step - stages.get(GENERATION, 0.0))
     num_tokens = rollout.prompts_per_step * rollout.num_generations * (lengths.prompt + lengths.response)
     return StepTimes(stages, step, num_tokens / step / launch.world_size)
-
-
-def time_text(seconds: float) -> str:
-    """Return seconds, or milliseconds of less than one."""
-    return duration(seconds) if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _switch_seconds(moved: Moved, links: Mapping[str, LinkRate], launch: LaunchEnvironment) -> float:

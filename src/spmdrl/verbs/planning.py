@@ -10,11 +10,12 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig
+from spmdrl.observability.report.plan_picture import plan_svg
+from spmdrl.observability.terminal.units import time_text
 from spmdrl.plan.advice import Planned, advice, settings_text
 from spmdrl.plan.alternatives import better_layouts, on_more_nodes
 from spmdrl.plan.device_profile import require_rates
 from spmdrl.plan.run_plan import PlannedRun, dry_run_rank, plan_run
-from spmdrl.plan.slot_times import time_text
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show, waiting
 from spmdrl.verbs.calibration import calibrate
@@ -24,7 +25,7 @@ from spmdrl.verbs.planned_run import family_of, planned_run
 def main(
     loaded: LoadedConfig[Config], *, planned: LaunchEnvironment | None, device: str, prompt_length: int | None,
     response_length: int | None, sizes: Path | None, json_file: Path | None, device_file: Path | None,
-    searches: bool, scales: bool,
+    picture: Path | None, searches: bool, scales: bool,
 ) -> int:  # fmt: skip
     """Print the plan of a run on one rank, or on those of `planned`. Returns 1 if it doesn't fit.
 
@@ -49,6 +50,8 @@ def main(
     found = plan.to_json()
     # A run that waits for its plan doesn't wait for advice.
     _write(json_file, found)
+    if picture is not None:
+        picture.write_text(plan_svg(found))
     if not plan.fits:
         with waiting("looking for a change by which it fits"):
             change = advice(plan, run, with_config)
@@ -86,17 +89,16 @@ def _scale(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment], Plann
     rows: list[dict[str, Any]] = []
     show("   nodes  devices   tokens/s/device  linearity  step")
     with waiting("planning more nodes"):
-        for one in on_more_nodes(run, planned):
-            times = one.plan.times
-            assert times is not None, "the device has rates"
-            rate = times.tokens_per_second_per_device
+        for plan in on_more_nodes(run, planned):
+            assert plan.times is not None, "the device has rates"
+            rate, seconds = plan.times.tokens_per_second_per_device, plan.times.step_seconds
             linearity = rate / (rows[0]["tokens_per_second_per_device"] if rows else rate)
+            nodes, devices = plan.num_ranks // run.launch.local_world_size, plan.num_ranks
             rows.append({
-                "nodes": one.num_nodes, "devices": one.plan.num_ranks, "tokens_per_second_per_device": rate,
-                "linearity": linearity, "step_seconds": times.step_seconds,
+                "nodes": nodes, "devices": devices, "tokens_per_second_per_device": rate,
+                "linearity": linearity, "step_seconds": seconds,
             })  # fmt: skip
-            text = time_text(times.step_seconds)
-            show(f"{one.num_nodes:8}{one.plan.num_ranks:9}{rate:18.4g}{linearity:11.3f}  {text}")
+            show(f"{nodes:8}{devices:9}{rate:18.4g}{linearity:11.3f}  {time_text(seconds)}")
     return rows
 
 

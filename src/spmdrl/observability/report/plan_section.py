@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.observability.report.page import Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
-from spmdrl.observability.terminal.units import bytes_text
+from spmdrl.observability.terminal.units import bytes_text, time_text
 
 
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
@@ -23,7 +23,7 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     ]
     if "step_seconds" in plan:
         rate = plan["tokens_per_second_per_device"]
-        lines.append(f"{plan['step_seconds']:.3g} s per step, {rate:.4g} tokens per second and device")
+        lines.append(f"{time_text(plan['step_seconds'])} per step, {rate:.4g} tokens per second and device")
     return lines
 
 

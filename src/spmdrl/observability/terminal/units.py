@@ -27,6 +27,11 @@ def duration(seconds: float) -> str:
     return f"{hours // 24}d{hours % 24:02d}h"
 
 
+def time_text(seconds: float) -> str:
+    """Return a length of time, of less than a second in milliseconds."""
+    return duration(seconds) if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def count(value: float) -> str:
     """Return a number of things in three digits: 812, 14.2k, 3.1M."""
     if not math.isfinite(value):
