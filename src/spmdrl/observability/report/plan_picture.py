@@ -26,8 +26,8 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 40, 520, 280
 def plan_svg(plan: Mapping[str, Any]) -> str:
     """Draw what `Plan.to_json` returns: the fullest rank's memory, and seconds if the device has rates."""
     slots = plan["ranks"][0]["slots"]
-    owners = {owner: 0 for held in slots.values() for owner, size in held.items() if size}
-    owners = sorted(owners, key=lambda owner: -max(held.get(owner, 0) for held in slots.values()))
+    present = dict.fromkeys(owner for held in slots.values() for owner, size in held.items() if size)
+    owners = sorted(present, key=lambda owner: -max(held.get(owner, 0) for held in slots.values()))
     bottom, (verdict, *rates) = _TOP + _HEIGHT, plan_lines(plan)
     parts = [_text(_LEFT, 20, verdict), *_memory(slots, owners, plan["device_bytes"])]
     for number, (owner, color) in enumerate(zip(owners, cycle(_COLORS), strict=False)):
