@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,8 +63,6 @@ class ReshardingBytes:
     """state copied back in such a step, models of single stages included"""
     equation_3: float
     """unused bytes on devices after naive resharding: R of the paper's Eq. 3; with the swap there are none"""
-    unused: int
-    """the same by the slices of all ranks"""
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,8 @@ def resharding_bytes(
         computed = compute_dtype(config.model, device_kind).itemsize
         trainers = [(role, decoder) for role, decoder in decoders.items() if role.engine == "training"]
         swapped = [_swapped(checked, *trainer, switch.native, computed) for trainer in trainers]
-    unused = sum(
-        unused_bytes(switch.held[rank], switch.wanted[rank], switch.bytes_of)
-        for rank in switch.held.keys() & switch.wanted.keys()
-    )
     to_host, from_host = map(sum, zip(*swapped, strict=True))
-    equation_3 = _equation_3(checked, switch, len(generating))
-    return ReshardingBytes(first, later, to_host, from_host, equation_3, unused)
+    return ReshardingBytes(first, later, to_host, from_host, _equation_3(checked, switch, len(generating)))
 
 
 def generation_layout(
@@ -280,16 +273,3 @@ def redundant_bytes(
     """
     per_replica = tensor_weight_bytes / update_tensor_size + expert_weight_bytes / generation_expert_size
     return generation_data_size * per_replica
-
-
-def unused_bytes(
-    held: Sequence[WeightSlice], wanted: Sequence[WeightSlice], bytes_of: Callable[[WeightSlice], int]
-) -> int:
-    """Return the bytes that naive resharding leaves unused of a rank's update weights (the paper's Figure 3).
-
-    A wanted slice inside a held one is used where it lies, and the rest of that storage stays occupied; any other is
-    gathered into a new buffer, and all of the held one stays.
-    """
-    wanted_of = {box.name: box for box in wanted}
-    used = [wanted_of[box.name] for box in held if box.intersect(wanted_of[box.name]) == wanted_of[box.name]]
-    return sum(map(bytes_of, held)) - sum(map(bytes_of, used))

@@ -34,7 +34,7 @@ APART: Kind = "plan, machines apart"
 CALIBRATED = {1, 2}
 """numbers of nodes that must have been measured"""
 _NUM_STEPS = 3
-_NO_SWITCH = ReshardingBytes(Received(), Received(), 0, 0, 0.0, 0)
+_NO_SWITCH = ReshardingBytes(Received(), Received(), 0, 0, 0.0)
 _SETTINGS = (
     "model.make={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, "
     "intermediate_size: 64}",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from spmdrl.dataflow.resharding.planning.plan import plan_resharding
@@ -21,7 +21,7 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.nouns.batch import WeightSlice
 from spmdrl.nouns.settings.flow_config import ReshardConfig
-from spmdrl.plan.resharding_bytes import redundant_bytes, unused_bytes
+from spmdrl.plan.resharding_bytes import redundant_bytes
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 from tests.bench.harness.bench_models import QWEN3_30B_A3B, QWEN25_32B
 from tests.bench.harness.bench_table import BenchTable
@@ -210,6 +210,19 @@ def figures_of(case: SwitchCase) -> SwitchBytes:
         tensor_stride=fitted.tensor_stride,
         allgather_by_device=max(allgather_bytes(plan).values()),
     )
+
+
+def unused_bytes(
+    held: Sequence[WeightSlice], wanted: Sequence[WeightSlice], bytes_of: Callable[[WeightSlice], int]
+) -> int:
+    """Return the bytes that naive resharding leaves unused of a rank's update weights (the paper's Figure 3).
+
+    A wanted slice inside a held one is used where it lies, and the rest of that storage stays occupied; any other is
+    gathered into a new buffer, and all of the held one stays.
+    """
+    wanted_of = {box.name: box for box in wanted}
+    used = [wanted_of[box.name] for box in held if box.intersect(wanted_of[box.name]) == wanted_of[box.name]]
+    return sum(map(bytes_of, held)) - sum(map(bytes_of, used))
 
 
 def _bytes_of(box: WeightSlice) -> int:

@@ -7,8 +7,8 @@ import argparse
 import pytest
 
 from spmdrl.nouns.batch import WeightSlice
-from spmdrl.plan.resharding_bytes import redundant_bytes, unused_bytes
-from tests.bench.resharding.redundancy import CASES, figures_of, run
+from spmdrl.plan.resharding_bytes import redundant_bytes
+from tests.bench.resharding.redundancy import CASES, figures_of, run, unused_bytes
 
 
 @pytest.mark.slow
