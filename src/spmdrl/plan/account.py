@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ TRANSIENT = frozenset({ACTIVATIONS, GRADIENTS, GATHERED, RECEIVED, ROWS})
 _GATHERING = "fsdp::"
 ATTENDED = "planned::paged_attention"
 """Operator that stands for attention to the KV cache; what it reads isn't in its shapes."""
+WORKED = "planned::worked"
+"""Operator that stands for others, whose work its arguments are."""
 
 
 @dataclass
@@ -123,11 +125,11 @@ class Account:
         finally:
             pipeline_stage._make_tensor_from_meta = make
 
-    def attribute(self, tensors: Iterable[Tensor], owner: str) -> None:
-        """Attribute living tensors, from their allocation on."""
+    def attribute(self, tensors: Iterable[Tensor], owner: str, of: Container[str] | None = None) -> None:
+        """Attribute living tensors, of these owners if given, from their allocation on."""
         for tensor in tensors:
             number = self._numbers.get(tensor.untyped_storage()._cdata)
-            if number is not None:
+            if number is not None and (of is None or self._owner_of[number] in of):
                 self._owner_of[number] = owner
 
     @contextlib.contextmanager
@@ -159,9 +161,13 @@ class Account:
         owner = ROWS if name == "aten::_to_copy" and not isinstance(args[0], FakeTensor) else ACTIVATIONS
         new = [self._see(one.untyped_storage(), owner) for one in results]
         if name.startswith(_GATHERING):
-            self._gathered([one for one in tree_leaves((args, result)) if isinstance(one, FakeTensor)])
+            gathered = [one for one in tree_leaves((args, result)) if isinstance(one, FakeTensor)]
+            self.attribute(gathered, GATHERED, of={ACTIVATIONS})
         if operator.namespace == "c10d":
             self._note_message(operator, args)
+            return
+        if name == WORKED:
+            self.work += Work(*args[1:])
             return
         writes = operator._schema.is_mutable
         if operator.is_view or not (any(new) or writes or not results) or name.startswith(_WITHOUT_WORK):
@@ -172,7 +178,8 @@ class Account:
             # What it reads grows with the rows, unlike weights.
             self.work += Work(flops, num_bytes)
             return
-        num_bytes = _moved_bytes(name, inputs, results)
+        # Without a result, an operator writes as much as it is given.
+        num_bytes = _moved_bytes(name, inputs, results or inputs)
         self.work.num_bytes += num_bytes
         if (count := _FLOPS.get(name)) is not None:
             self.work.flops += round(count(args, results[0]))
@@ -195,12 +202,6 @@ class Account:
             self._events.append((number, size - self._sizes[number]))
             self._sizes[number] = size
         return is_new
-
-    def _gathered(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            number = self._numbers.get(tensor.untyped_storage()._cdata)
-            if number is not None and self._owner_of[number] == ACTIVATIONS:
-                self._owner_of[number] = GATHERED
 
     def _freed(self, address: int, number: int) -> None:
         self._events.append((number, -self._sizes.pop(number)))
@@ -240,9 +241,10 @@ _FLOPS: dict[str, Callable[[Any, Tensor], float]] = {
     "aten::_flash_attention_forward": lambda args, out: _of_attention(args[0], *args[5:7]),
     # Gradients of three inputs and the scores again: five products instead of two.
     "aten::_flash_attention_backward": lambda args, out: 2.5 * _of_attention(args[1], *args[8:10]),
+    "aten::linalg_solve_triangular": lambda args, out: out.numel() * args[0].shape[-1],
 }
 # Allocation without a kernel.
-_WITHOUT_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
+_WITHOUT_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias", "aten::set_")
 
 
 # Operators that read some places of their first tensor, and those that write some.

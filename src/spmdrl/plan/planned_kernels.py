@@ -7,16 +7,16 @@ bytes stand for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from spmdrl.engines.models.kernels import ops, plain
+from spmdrl.engines.models.kernels import delta, ops, plain
 from spmdrl.engines.models.kernels.packed import Window
 from spmdrl.engines.parallel.expert_parallel import AllToAllDispatch, Trip
-from spmdrl.plan.account import ATTENDED
+from spmdrl.plan.account import ATTENDED, WORKED
 from spmdrl.plan.planned_device import NAME
 
 
@@ -29,18 +29,6 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.neg(), None, None
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return gate * up
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return gradient * up, gradient * gate
 
 
 def _exponential_sums(logits_CV: Tensor, highest_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,6 +56,69 @@ def _paged_attention(
     q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor, window: Window, *_: Any
 ) -> Tensor:  # fmt: skip
     return cast(Tensor, _attended(q_BHK, keys, values, window))
+
+
+@torch.library.custom_op(WORKED, mutates_args=())
+def _worked(at: Tensor, flops: int, num_bytes: int, launches: int, product_bytes: int) -> None:
+    raise NotImplementedError("runs on planned devices only")
+
+
+_worked.register_fake(lambda at, flops, num_bytes, launches, product_bytes: None)
+
+
+class _Stepped(torch.autograd.Function):
+    """What the steps from chunk to chunk leave, and their work."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fresh: Tensor, reads: Tensor, writes: Tensor, whole: Tensor, before: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(fresh, reads, writes, whole)
+        ctx.set_materialize_grads(False)
+        ctx.before, ctx.counts = before.shape, counts
+        states = before.new_empty(len(fresh), *before.shape[1:])
+        flops, moved = 4 * reads.numel() * fresh.shape[-1], 2 * (fresh.nbytes + reads.nbytes + states.nbytes)
+        _worked(fresh, flops, moved + 3 * fresh.nbytes + 5 * states.nbytes, 5 * len(counts), moved)
+        return states, torch.empty_like(fresh), torch.empty_like(before)
+
+    @staticmethod
+    def backward(ctx: Any, *by_made: Tensor | None) -> tuple[Tensor | None, ...]:
+        fresh, reads, writes, whole = ctx.saved_tensors
+        counts, is_first, is_last = ctx.counts, not ctx.needs_input_grad[4], by_made[2] is None
+        state = math.prod(ctx.before[1:]) * whole.element_size() * len(fresh)
+        # Shares of chunks whose next state has a gradient, and whose own needs one.
+        later, earlier = 1 - is_last * counts[-1] / len(fresh), 1 - is_first * counts[0] / len(fresh)
+        products = 1 + 2 * later + earlier
+        flops = round(products * 2 * reads.numel() * fresh.shape[-1])
+        moved = round(products * (fresh.nbytes + reads.nbytes + state))
+        others = round((2 + 3 * later) * fresh.nbytes + (11 * later + 8 * earlier - 5) * state)
+        launches = (12 + is_last) * len(counts) - 7 * is_last - 4 * is_first
+        _worked(fresh, flops, moved + others, launches, moved)
+        by_given = map(torch.empty_like, (fresh, reads, writes, whole))
+        return *by_given, None if is_first else fresh.new_empty(ctx.before), None
+
+
+class _Joined(torch.autograd.Function):
+    """All chunks' tensors in one, while autograd keeps each."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor) -> Tensor:
+        ctx.save_for_backward(parts)
+        return parts.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(*ctx.saved_tensors)
+
+
+def _step_through(
+    fresh: Tensor, reads: Tensor, writes: Tensor, whole: Tensor, state: Tensor, counts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Stand for `delta.step_through`, whose loop takes minutes on long rows; exact for rows of one length."""
+    # Of one part each, as gradients of parts are joined.
+    parts = [x.split(len(x))[0] for x in (fresh, reads, writes, whole)]
+    states, written, after = _Stepped.apply(*parts, state, counts)
+    return _Joined.apply(states), _Joined.apply(written), after.clone()
 
 
 def _evenly(grouped_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -100,7 +151,7 @@ def _even_trip(
 
 _IN_TRITON: dict[str, Callable[..., Any]] = {
     "rotate": _Rotated.apply,
-    "swiglu": _Gated.apply,
+    "swiglu": torch.mul,
     "exponential_sums": _exponential_sums,
     "minus_expected": _minus_expected,
     "invert_cdf": _invert_cdf,
@@ -117,6 +168,7 @@ def take_kernels_of(kind: str) -> None:
         row[NAME] = row[kind] if kind in row and kind != "cpu" else getattr(plain, name)
         if kind == "cuda" and name in _IN_TRITON:
             row[NAME] = _IN_TRITON[name]
+    delta.step_through = _step_through
     route_evenly()
 
 

@@ -11,6 +11,7 @@ that hold tokens, `C` channels and `W` width of the convolution, `S` slots of st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,16 +141,23 @@ class Chunks:
         """Return the state before each chunk, the values written [chunks, H, c, U], and each row's last state."""
         writes, whole = _times(self.keys, self.decays[..., -1, :, None]), self.since_start[..., -1, None, None]
         state = before_BHKU.index_select(0, plan.order)
-        states, written, ended = [], [], []
-        of_numbers = (x.split(plan.counts) for x in (self.fresh, self.reads, writes.mT, whole))
-        for count, fresh, reads, writes, whole in zip(plan.counts, *of_numbers, strict=True):
-            state, over = state.split([count, len(state) - count])
-            ended.append(over)
-            states.append(state)
-            written.append(fresh - reads @ state)
-            state = state * whole + writes @ written[-1]
-        after = torch.cat((state, *reversed(ended)))
-        return torch.cat(states), torch.cat(written), after.index_select(0, plan.places)
+        states, written, after = step_through(self.fresh, self.reads, writes.mT, whole, state, plan.counts)
+        return states, written, after.index_select(0, plan.places)
+
+
+def step_through(
+    fresh: Tensor, reads: Tensor, writes: Tensor, whole: Tensor, state: Tensor, counts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Step from chunk to chunk of rows, longest first; returns states before, written values, and last states."""
+    states, written, ended = [], [], []
+    of_numbers = (x.split(counts) for x in (fresh, reads, writes, whole))
+    for count, fresh, reads, writes, whole in zip(counts, *of_numbers, strict=True):
+        state, over = state.split([count, len(state) - count])
+        ended.append(over)
+        states.append(state)
+        written.append(fresh - reads @ state)
+        state = state * whole + writes @ written[-1]
+    return torch.cat(states), torch.cat(written), torch.cat((state, *reversed(ended)))
 
 
 def _in_chunks(values: Tensor, plan: ChunkPlan, padding: float | None = None) -> Tensor:

@@ -1,0 +1,61 @@
+"""The stand-in for the gated delta rule on a planned device, beside the rule chunk by chunk there."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tests.support.ranks import run_ranks
+from torch.utils.checkpoint import checkpoint
+
+from spmdrl.engines.models.kernels import delta
+from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.nouns.batch import offsets_of
+from spmdrl.plan.account import Account, Work
+from spmdrl.plan.planned_device import planned_device
+from spmdrl.plan.planned_kernels import take_kernels_of
+from spmdrl.resources.world import World
+
+KEY_HEADS, HEADS, SIZE = 2, 4, 32
+
+
+def traced(lengths: list[int], given: str, *, trains: bool) -> tuple[int, Work]:
+    """The peak and the work of a layer's rule: nothing, states, or states with gradients are before its rows."""
+    account = Account()
+    with planned_device(account) as device, account.span(lambda owner: False) as span:
+        make = partial(torch.empty, device=device, requires_grad=trains)
+        q, k = (make(sum(lengths), KEY_HEADS, SIZE) for _ in range(2))
+        v, (log_decay, beta) = make(sum(lengths), HEADS, SIZE), (make(sum(lengths), HEADS) for _ in range(2))
+        before = None
+        if given != "nothing":
+            before = make(len(lengths), HEADS, SIZE, SIZE).requires_grad_(trains and given == "gradients")
+        rows = PackedRows(offsets_of(lengths))
+
+        def layer() -> torch.Tensor:
+            out, after = delta.gated_delta(q, k, v, log_decay, beta, rows, before)
+            return out.sum() + after.sum() if given == "gradients" else out.sum()
+
+        if trains:
+            loss = checkpoint(layer, use_reentrant=False, preserve_rng_state=False) if given == "states" else layer()
+            loss.backward()
+        else:
+            layer()
+    return span.owners.total(), span.work
+
+
+def both_ways(world: World, lengths: list[int], given: str, trains: bool) -> tuple[tuple[int, Work], tuple[int, Work]]:
+    stepped = traced(lengths, given, trains=trains)
+    take_kernels_of("cuda")
+    return stepped, traced(lengths, given, trains=trains)
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only(reason="a planned device takes the place of another")
+@pytest.mark.parametrize("lengths", [[640], [500] * 3, [700, 130, 130]], ids=["one row", "three", "unlike"])
+@pytest.mark.parametrize("given", ["nothing", "states", "gradients"])
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "scores"])
+def test_rows_in_one_step_need_what_they_need_chunk_by_chunk(lengths, given, trains):
+    ((peak, work), (planned_peak, planned_work)) = run_ranks(1, both_ways, lengths, given, trains)[0]
+    assert planned_peak == pytest.approx(peak, rel=0.01)
+    assert vars(planned_work) == pytest.approx(vars(work), rel=0.01)
