@@ -58,6 +58,9 @@ def _paged_attention(
     return cast(Tensor, _attended(q_BHK, keys, values, window))
 
 
+_PLAIN_STEPS, _FEW_STEPS = delta.step_through, 4
+
+
 @torch.library.custom_op(WORKED, mutates_args=())
 def _worked(at: Tensor, flops: int, num_bytes: int, launches: int, product_bytes: int) -> None:
     raise NotImplementedError("runs on planned devices only")
@@ -115,6 +118,8 @@ def _step_through(
     fresh: Tensor, reads: Tensor, writes: Tensor, whole: Tensor, state: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Stand for `delta.step_through`, whose loop takes minutes on long rows; exact for rows of one length."""
+    if len(counts) <= _FEW_STEPS:
+        return _PLAIN_STEPS(fresh, reads, writes, whole, state, counts)
     # Of one part each, as gradients of parts are joined.
     parts = [x.split(len(x))[0] for x in (fresh, reads, writes, whole)]
     states, written, after = _Stepped.apply(*parts, state, counts)
