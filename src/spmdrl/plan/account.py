@@ -218,8 +218,9 @@ class Account:
 
 def _of_product(args: Any, out: Tensor) -> float:
     """Return the flops of a matrix product, the last two tensors' among the arguments, with or without groups."""
-    factor = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()][-1]
-    return 2.0 * out.numel() * factor.shape[-2]
+    left, right = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()][-2:]
+    # Not by the output: groups share out what is summed over in the gradient of their weights.
+    return 2.0 * left.numel() * right.shape[-1]
 
 
 def _of_attention(query_THK: Tensor, longest_query: int, longest_key: int) -> float:

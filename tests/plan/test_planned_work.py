@@ -1,4 +1,4 @@
-"""The stand-in for the gated delta rule on a planned device, beside the rule chunk by chunk there."""
+"""Work and memory of layers on a planned device: those that other operators stand for there, and experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tests.support.ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl.engines.models.kernels import delta
+from spmdrl.engines.models.kernels import delta, plain
 from spmdrl.engines.models.kernels.packed import PackedRows
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.plan.account import Account, Work
@@ -59,3 +59,19 @@ def test_rows_in_one_step_need_what_they_need_chunk_by_chunk(lengths):
     for case, ((peak, work), (planned_peak, planned_work)) in run_ranks(1, both_ways, lengths)[0].items():
         assert planned_peak == pytest.approx(peak, rel=0.01), case
         assert vars(planned_work) == pytest.approx(vars(work), rel=0.01), case
+
+
+def work_of_experts(world: World) -> Work:
+    account = Account()
+    with planned_device(account) as device, account.span(lambda owner: False) as span:
+        make = partial(torch.empty, device=device, dtype=torch.bfloat16, requires_grad=True)
+        counts_E = torch.full((8,), 16, device=device)
+        plain.grouped_mm_linear(make(128, 32), make(8, 64, 32), counts_E).sum().backward()
+    return span.work
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only(reason="a planned device takes the place of another")
+def test_experts_share_out_the_rows_of_their_gradients():
+    (work,) = run_ranks(1, work_of_experts)
+    assert work.flops == 3 * 2 * 128 * 32 * 64
