@@ -118,7 +118,7 @@ def _step_through(
     fresh: Tensor, reads: Tensor, writes: Tensor, whole: Tensor, state: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Stand for `delta.step_through`, whose loop takes minutes on long rows; exact for rows of one length."""
-    if len(counts) <= _FEW_STEPS:
+    if len(counts) <= _FEW_STEPS or fresh.device.type != NAME:
         return _PLAIN_STEPS(fresh, reads, writes, whole, state, counts)
     # Of one part each, as gradients of parts are joined.
     parts = [x.split(len(x))[0] for x in (fresh, reads, writes, whole)]
