@@ -70,7 +70,7 @@ _worked.register_fake(lambda at, flops, num_bytes, launches, product_bytes: None
 
 
 class _Stepped(torch.autograd.Function):
-    """What the steps from chunk to chunk leave, and their work."""
+    """Results of the steps from chunk to chunk, and their work."""
 
     @staticmethod
     def forward(
