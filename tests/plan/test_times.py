@@ -24,7 +24,7 @@ from spmdrl.plan.device_profile import (
 )
 from spmdrl.plan.rate_fit import TimedPart, fit_rates
 from spmdrl.plan.run_plan import each_in_a_child
-from spmdrl.plan.slot_times import GIB, link_of, seconds_of_messages, seconds_of_work
+from spmdrl.plan.slot_times import GIB, link_of, seconds_of_messages, seconds_of_work, share_across_nodes
 
 QUICKSTART = str(ROOT / "configs/debug/quickstart.yaml")
 RATES = Rates(tflops=2.0, gib_per_second=4.0, launch_us=10.0)
@@ -65,6 +65,16 @@ def test_rates_that_made_times_are_found_again():
         assert list(vars(found[kind]).values()) == pytest.approx(list(vars(rates).values()), rel=0.02), kind
 
 
+@pytest.mark.parametrize(
+    ("operation", "share"),
+    [("_allgather_base_", 2 / 4), ("send", 1 / 3), ("alltoall_base_", 8 / 12)],
+    ids=["ring", "line of stages", "all pairs"],
+)
+def test_bytes_leave_a_node_by_the_neighbours_of_an_operation(operation, share):
+    assert share_across_nodes(Message(operation, (6, 7, 8, 9), 1), ranks_per_node=8) == pytest.approx(share)
+    assert share_across_nodes(Message(operation, (0, 1, 2, 3), 1), ranks_per_node=8) == 0
+
+
 @pytest.mark.ranks
 def test_a_plan_has_the_seconds_of_each_stage(tmp_path):
     file = tmp_path / "plan.json"
@@ -74,6 +84,10 @@ def test_a_plan_has_the_seconds_of_each_stage(tmp_path):
     assert {"switch", "generation", "reference", "update", "sample flow"} == plan["stages"].keys()
     assert min(plan["stages"].values()) > 0
     assert sum(plan["stages"].values()) == pytest.approx(plan["step_seconds"])
+    # Each rank gathers the other's half in bfloat16, as for a switch; an update sums gradients in float32, too.
+    sent, half = plan["bytes_by_link"], plan["bytes_by_link"]["switch"]["cross_node"]
+    assert sent["scoring"] == {"node": 0, "cross_node": half}
+    assert sent["training"] == {"node": 0, "cross_node": 3 * half}
     tokens = 64 * 8 * (58 + 6)
     assert plan["tokens_per_second_per_device"] == pytest.approx(tokens / plan["step_seconds"] / 2)
     assert line.endswith(f"{plan['tokens_per_second_per_device']:.4g}")

@@ -36,7 +36,7 @@ from spmdrl.plan.rank_plan import (
     trace_rank,
 )
 from spmdrl.plan.resharding_bytes import ReshardingBytes, resharding_bytes
-from spmdrl.plan.slot_times import Moved, StepTimes, step_times
+from spmdrl.plan.slot_times import Moved, StepTimes, bytes_sent, step_times
 from spmdrl.plan.traced_rank import RankTrace, extended
 from spmdrl.runtime.launch import LaunchEnvironment
 
@@ -56,6 +56,8 @@ class Plan:
     """bytes of a switch and of the training state's way to the host and back, of all ranks together"""
     is_swapped: bool
     """True if the training state leaves the device for generation"""
+    sent: Mapping[str, Mapping[str, int]]
+    """bytes of messages within worker states in a step, of all ranks together, by kind of state and link"""
     seconds: float
     """time that planning took"""
     times: StepTimes | None
@@ -87,7 +89,7 @@ class Plan:
         }
 
     @property
-    def bytes_by_link(self) -> dict[str, dict[str, int]]:
+    def bytes_by_link(self) -> dict[str, Mapping[str, int]]:
         """Bytes of one step of all ranks together, by flow and link."""
         switch, is_swapped = self.switch, self.is_swapped
         return {
@@ -97,6 +99,7 @@ class Plan:
             },
             "switch": {"node": switch.later.same_node, "cross_node": switch.later.cross_node},
             "swap": {"to_host": switch.to_host * is_swapped, "from_host": switch.from_host * is_swapped},
+            **self.sent,
         }
 
     def lines(self) -> Iterator[str]:
@@ -190,8 +193,10 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
         ranks.append(RankPlan(alike[0], sorted(alike), slots))
     ranks.sort(key=lambda one: -one.fullest.peak_bytes)
     times = step_times(checked, ranks, Moved(flow, switch, is_swapped), run.device, run.launch, run.lengths)
+    # Of one rank, those of the others aren't known.
+    sent = bytes_sent(ranks, run.launch.local_world_size) if sum(map(len, classes)) == run.launch.world_size else {}
     seconds = time.perf_counter() - started
-    return Plan(run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, seconds, times)
+    return Plan(run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, sent, seconds, times)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ host's own work between operators beyond a rate per operator aren't in it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.job.start.checked_run import CheckedRun
@@ -50,6 +52,31 @@ def seconds_of_work(work: Work, rates: Rates, *, overlaps: bool) -> float:
 def link_of(ranks: Sequence[int], ranks_per_node: int) -> str:
     """Return the kind of the slowest link between ranks."""
     return NODE if len({rank // ranks_per_node for rank in ranks}) == 1 else CROSS_NODE
+
+
+def share_across_nodes(message: Message, ranks_per_node: int) -> float:
+    """Return the share of a message's bytes that leaves a node: on a ring, a line of stages, or between all pairs."""
+    nodes = [rank // ranks_per_node for rank in message.ranks]
+    if message.operation == "alltoall_base_":
+        alike = sum(count * (count - 1) for count in Counter(nodes).values())
+        return 1 - alike / (len(nodes) * (len(nodes) - 1))
+    hops = list(pairwise(nodes if message.operation == "send" else [*nodes, nodes[0]]))
+    return sum(here != there for here, there in hops) / len(hops)
+
+
+def bytes_sent(planned: Iterable[RankPlan], ranks_per_node: int) -> Mapping[str, Mapping[str, int]]:
+    """Return the bytes of a step's messages within worker states by their kind and link, of ranks and those alike."""
+    sent: dict[str, Counter[str]] = {}
+    for rank in planned:
+        for slot in rank.slots:
+            links = Counter({NODE: 0, CROSS_NODE: 0})
+            for message, count in (Counter() if slot.span is None else slot.span.messages).items():
+                num_bytes = count * message.num_bytes * slot.num_repeats * len(rank.alike)
+                crossing = round(num_bytes * share_across_nodes(message, ranks_per_node))
+                links.update({NODE: num_bytes - crossing, CROSS_NODE: crossing})
+            if links.total():
+                sent.setdefault(kind_of(slot), Counter()).update(links)
+    return sent
 
 
 def seconds_of_messages(
