@@ -6,9 +6,7 @@ worker states then take, gives the rates.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from spmdrl.plan.slot_times import kind_of
 from spmdrl.resources.host_memory import free_host_bytes
 from spmdrl.runtime.launch import LaunchEnvironment
 from spmdrl.runtime.screen import show, waiting
-from spmdrl.verbs.doctor.commands import run_to_end
+from spmdrl.verbs.doctor.commands import train_to_end
 from spmdrl.verbs.planned_run import planned_run
 
 _PROMPT_LENGTH = 6
@@ -102,9 +100,10 @@ def calibrate(config: Config, family: str, num_ranks: int, file: Path) -> int:
     hosts: list[float] = []
     jobs = _JOBS[kind]
     for number, job in enumerate(jobs, 1):
-        with waiting(f"calibrating: job {number} of {len(jobs)}"):
+        with waiting(f"calibrating: job {number} of {len(jobs)}"), tempfile.TemporaryDirectory() as folder:
             words = [*job.settings(num_ranks), *settings]
-            plan, steps = _planned(words, num_ranks), _measured(words, num_ranks)
+            plan = _planned(words, num_ranks)
+            steps = train_to_end(words, num_ranks, Path(folder) / "run", _LONGEST_SECONDS)[_WARM_UP_STEPS:]
         parts += timed_parts(plan, steps)
         hosts += [
             rate for step in steps if job.swap for name, rate in step.items() if name.endswith("host_gb_per_second")
@@ -140,18 +139,6 @@ def _planned(words: list[str], num_ranks: int) -> Plan:
     launch = LaunchEnvironment(0, num_ranks, 0, num_ranks)
     run = planned_run(load_config([], words, "train"), launch, "h200", _PROMPT_LENGTH, None, None)
     return plan_run(run)
-
-
-def _measured(words: list[str], num_ranks: int) -> list[dict[str, float]]:
-    """Return the metrics of each step after the first ones. Raises CommandFailed."""
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*launcher, "-m", "spmdrl", "train", *words, f"run.dir={folder}/run"]
-        run_to_end(command, {"OMP_WAIT_POLICY": "PASSIVE"}, _LONGEST_SECONDS)
-        lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[_WARM_UP_STEPS:]]
 
 
 def _memory_gib(kind: str, num_ranks: int) -> float:

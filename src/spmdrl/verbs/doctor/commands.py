@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -46,6 +47,21 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_sec
         if how:
             raise CommandFailed(command, how, text_of(log))
         return text_of(out)
+
+
+def ranks_command(num_ranks: int) -> list[str]:
+    """Return the beginning of a command, up to a module's `-m`, that runs it on so many ranks here."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [sys.executable, *(torchrun if num_ranks > 1 else [])]
+
+
+def train_to_end(
+    words: Sequence[str], num_ranks: int, folder: Path, limit_seconds: float = 3600
+) -> list[dict[str, float]]:
+    """Train on ranks of this machine in a new run folder; returns the metrics of each step. Raises CommandFailed."""
+    command = [*ranks_command(num_ranks), "-m", "spmdrl", "train", *words, f"run.dir={folder}"]
+    run_to_end(command, {"OMP_WAIT_POLICY": "PASSIVE"}, limit_seconds)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def text_of(file: IO[bytes]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import spmdrl
 from spmdrl.config.reader import ConfigError
 from spmdrl.runtime.screen import show
-from spmdrl.verbs.doctor.commands import CommandFailed, run_to_end
+from spmdrl.verbs.doctor.commands import CommandFailed, ranks_command, run_to_end
 from spmdrl.verbs.doctor.stage_run import CheckReport, RankOutcome, Scale, StageVerdict, verdict_of
 
 _DOCTOR = "spmdrl.verbs.doctor"
@@ -197,9 +197,7 @@ def _run_stage(stage: Stage, check: Check) -> StageVerdict:
 
 
 def _command(stage: Stage, check: Check, out: Path) -> list[str]:
-    launcher = [sys.executable]
-    if check.num_ranks > 1 and not stage.starts_jobs:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(check.num_ranks)]
+    launcher = ranks_command(1 if stage.starts_jobs else check.num_ranks)
     words = ["--kind", check.device["kind"], "--scale", check.scale, "--ranks", str(check.num_ranks), "--out", str(out)]
     jobs = ["--starts-jobs"] if stage.starts_jobs else []
     return [*launcher, "-m", "spmdrl.verbs.doctor.stage_process", stage.function, *words, *jobs]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spmdrl.verbs.doctor.commands import run_to_end
+from spmdrl.verbs.doctor.commands import train_to_end
 from spmdrl.verbs.doctor.stage_run import StageRun
 
 Steps = Sequence[Mapping[str, float]]
@@ -19,7 +17,6 @@ Settings = Mapping[str, object]
 
 # The first step of a process builds caches and optimizer state.
 STEPS_OF_WARM_UP = 1
-_LONGEST_SECONDS = 3600.0
 # Every step does the same work.
 _SETTINGS: Settings = {
     "reward.functions": "[exact]",
@@ -142,11 +139,6 @@ def train(run: StageRun, folder: Path, settings: Settings) -> Steps:
     Raises CommandFailed with the end of the run's stderr if it fails.
     """
     # The doctor has found the device, so that auto finds the same.
-    device = {"resources.device": "cpu" if run.kind == "cpu" else "auto", "run.dir": folder}
+    device = {"resources.device": "cpu" if run.kind == "cpu" else "auto"}
     words = [f"{key}={value}" for key, value in {**_SETTINGS, **settings, **device}.items()]
-    launcher = [sys.executable]
-    if run.num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.num_ranks}"]
-    run_to_end([*launcher, "-m", "spmdrl", "train", *words], {"OMP_WAIT_POLICY": "PASSIVE"}, _LONGEST_SECONDS)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[STEPS_OF_WARM_UP:]]
+    return train_to_end(words, run.num_ranks, folder)[STEPS_OF_WARM_UP:]
