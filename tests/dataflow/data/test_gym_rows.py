@@ -43,6 +43,12 @@ def test_a_task_or_setting_that_is_not_there_is_refused_with_the_nearest_one(url
 
 
 @needs_package
+def test_fractions_of_a_row_are_texts():
+    row = gym_rows("reasoning_gym://gsm_symbolic?difficulty=1.0&size=15&seed=9101")[14]
+    assert row["entry"]["metadata"]["variables"]["initial_fraction"] == "1/2"
+
+
+@needs_package
 def test_a_task_whose_scorer_needs_tuples_is_refused():
     with pytest.raises(ValueError, match="^reasoning_gym://arc_agi.size=1: the task's scorer needs entries with tuple"):
         gym_rows("reasoning_gym://arc_agi?size=1")

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from fractions import Fraction
 from typing import Any
 
 from spmdrl.engines.reward.gym_tasks import check_gym_installed, gym_task, score_of
@@ -37,10 +38,16 @@ def _made(url: str) -> list[dict[str, Any]]:
     random.seed(0)
     task = gym_task(url)
     entries = [task[number] for number in range(len(task))]
-    first, kept = entries[0], json.loads(json.dumps(entries))
+    first, kept = entries[0], json.loads(json.dumps(entries, default=_text))
     if score_of(task, first["answer"], first) != score_of(task, first["answer"], kept[0]):
         raise ValueError("the task's scorer needs entries with tuples, which JSON doesn't hold; choose another task")
     return kept
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Fraction):
+        return str(value)
+    raise ValueError(f"the task's entries hold a {type(value).__name__}, which JSON doesn't; choose another task")
 
 
 if __name__ == "__main__":
