@@ -72,14 +72,10 @@ def extended(few: RankTrace, more: RankTrace) -> RankTrace:
     slots = {}
     for state, slot in more.slots.items():
         before, span, left = few.slots[state], slot.span, slot.num_together - slot.num_traced
-        if not left:
-            slots[state] = slot
-            continue
-        between = slot.num_traced - before.num_traced
-        sent_left, sent_between = slot.num_sent[1] - slot.num_sent[0], slot.num_sent[0] - before.num_sent[0]
+        between, sent_left = max(slot.num_traced - before.num_traced, 1), slot.num_sent[1] - slot.num_sent[0]
+        per_send = sent_left / max(slot.num_sent[0] - before.num_sent[0], 1)
         rows = span.owners[ROWS] - before.span.owners[ROWS]
-        received = span.owners[RECEIVED] * sent_left // slot.num_sent[0]
-        added = Counter({ROWS: rows * left // between, RECEIVED: received})
+        added = Counter({ROWS: rows * left // between, RECEIVED: span.owners[RECEIVED] * sent_left // slot.num_sent[0]})
         if before.num_traced > 1:
             # Both have all that lives together: the rest is what each leaves behind. Owners may be at their most at
             # different moments, so that they count together.
@@ -88,9 +84,13 @@ def extended(few: RankTrace, more: RankTrace) -> RankTrace:
         work = span.work + left / between * (span.work - before.span.work)
         messages: Counter[Message] = Counter()
         for message, count in span.messages.items():
-            further = count - before.span.messages[message]
-            per_pass = sent_left / sent_between if message.operation in _BETWEEN_STAGES else left / between
-            messages[message] = count + round(per_pass * further)
+            if fewer := before.span.messages[message]:
+                per_pass = per_send if message.operation in _BETWEEN_STAGES else left / between
+                count += round(per_pass * (count - fewer))
+            else:
+                # One for all micro-batches, and as large as they are many.
+                message = replace(message, num_bytes=message.num_bytes * slot.num_together // slot.num_traced)
+            messages[message] += count
         slots[state] = replace(slot, span=Span(span.owners + added, work, messages))
     return replace(more, slots=slots)
 
