@@ -44,29 +44,22 @@ def _invert_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return weights_BV.argmax(-1)
 
 
-@torch.library.custom_op(ATTENDED, mutates_args=())
-def _attended(q_BHK: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    raise NotImplementedError("runs on planned devices only")
-
-
-_attended.register_fake(lambda q_BHK, keys, values, window: q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1]))
+# Shapes of operators that nothing computes.
+torch.library.define(ATTENDED, "(Tensor q_BHK, Tensor keys, Tensor values, int? window) -> Tensor")
+torch.library.register_fake(
+    ATTENDED, lambda q_BHK, keys, values, window: q_BHK.new_empty(*q_BHK.shape[:2], values.shape[-1])
+)
+torch.library.define(WORKED, "(Tensor at, int flops, int num_bytes, int launches, int product_bytes) -> ()")
+torch.library.register_fake(WORKED, lambda *_: None)
 
 
 def _paged_attention(
     q_BHK: Tensor, keys: Tensor, values: Tensor, tables_BC: Tensor, lengths_B: Tensor, window: Window, *_: Any
 ) -> Tensor:  # fmt: skip
-    return cast(Tensor, _attended(q_BHK, keys, values, window))
+    return cast(Tensor, torch.ops.planned.paged_attention(q_BHK, keys, values, window))
 
 
 _PLAIN_STEPS, _FEW_STEPS = delta.step_through, 4
-
-
-@torch.library.custom_op(WORKED, mutates_args=())
-def _worked(at: Tensor, flops: int, num_bytes: int, launches: int, product_bytes: int) -> None:
-    raise NotImplementedError("runs on planned devices only")
-
-
-_worked.register_fake(lambda at, flops, num_bytes, launches, product_bytes: None)
 
 
 class _Stepped(torch.autograd.Function):
@@ -81,7 +74,7 @@ class _Stepped(torch.autograd.Function):
         ctx.before, ctx.counts = before.shape, counts
         states = before.new_empty(len(fresh), *before.shape[1:])
         flops, moved = 4 * reads.numel() * fresh.shape[-1], 2 * (fresh.nbytes + reads.nbytes + states.nbytes)
-        _worked(fresh, flops, moved + 3 * fresh.nbytes + 5 * states.nbytes, 5 * len(counts), moved)
+        torch.ops.planned.worked(fresh, flops, moved + 3 * fresh.nbytes + 5 * states.nbytes, 5 * len(counts), moved)
         return states, torch.empty_like(fresh), torch.empty_like(before)
 
     @staticmethod
@@ -96,7 +89,7 @@ class _Stepped(torch.autograd.Function):
         moved = round(products * (fresh.nbytes + reads.nbytes + state))
         others = round((2 + 3 * later) * fresh.nbytes + (11 * later + 8 * earlier - 5) * state)
         launches = (12 + is_last) * len(counts) - 7 * is_last - 4 * is_first
-        _worked(fresh, flops, moved + others, launches, moved)
+        torch.ops.planned.worked(fresh, flops, moved + others, launches, moved)
         by_given = map(torch.empty_like, (fresh, reads, writes, whole))
         return *by_given, None if is_first else fresh.new_empty(ctx.before), None
 
