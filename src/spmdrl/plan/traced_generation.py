@@ -61,7 +61,14 @@ def trace_generation(
             engine.step()
         engine.abort()
     num_rows = config.rollout.prompts_per_step * config.rollout.num_generations / len(mesh.replicas)
-    span.work, span.messages = _all_steps(engine, asked, account, num_rows, held["kv_cache"])
+    # Rows have half of their responses on average.
+    half = max(lengths.response // 2, 1)
+    shorter = replace(config.rollout, kv_cache_gib=None, max_completion_length=half)
+    other = NativeEngine(engine_decoder(source), shorter, world.device.torch_device, dtype, mesh=mesh)
+    size = config.rollout.num_generations
+    of_group = other.cache_bytes_for(num_groups=1, group_size=size, num_tokens=lengths.prompt + half)
+    most_rows = min(num_rows, config.rollout.max_running_rows, max(held["kv_cache"] * size // of_group, 1))
+    span.work, span.messages = _all_steps(engine, asked, account, num_rows, most_rows)
     return held, span
 
 
@@ -88,20 +95,14 @@ class PlannedRequests:
 
 
 def _all_steps(
-    engine: NativeEngine, asked: PlannedRequests, account: Account, num_rows: float, cache_bytes: int
+    engine: NativeEngine, asked: PlannedRequests, account: Account, num_rows: float, most_rows: float
 ) -> tuple[Work, Counter[Message]]:  # fmt: skip
-    """Return the work and messages of as many rows as a replica has on average, in waves of those that run together.
+    """Return the work and messages of as many rows as a replica has on average, in waves of `most_rows` together.
 
     Steps that fill the prompts of a few groups are traced, and one that decodes their rows at half of their responses.
     """
     rollout, lengths = asked.rollout, asked.lengths
-    size, longest = rollout.num_generations, lengths.prompt + rollout.max_completion_length
-    most_rows = min(num_rows, rollout.max_running_rows)
-    if rollout.kv_cache_gib is None:
-        of_group = engine.cache_bytes_for(num_groups=1, group_size=size, num_tokens=longest)
-        # Rows have half of their responses on average.
-        half = (lengths.prompt + size * lengths.response / 2) / (lengths.prompt + size * rollout.max_completion_length)
-        most_rows = min(most_rows, max(int(cache_bytes * size / (of_group * half)), 1))
+    size = rollout.num_generations
     filled = max(1, min(rollout.max_prefill_tokens // lengths.prompt, most_rows // size))
     # Other prompts than before, of which the cache has parts.
     engine.submit(asked.of(range(1000, 1000 + int(filled))))
