@@ -115,12 +115,13 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.Capt
         (["trian", "a.yaml"], "spmdrl: unknown verb 'trian'; did you mean train?\n"),
         (
             ["xyz"],
-            "spmdrl: unknown verb 'xyz'; the verbs are train, sft, preferences, reward-model, eval, generate, replay, "
-            "check, plan, launch, explain, doctor, report\n",
+            "spmdrl: unknown verb 'xyz'; the verbs are quickstart, init, train, sft, preferences, reward-model, eval, "
+            "generate, replay, convert, check, plan, launch, explain, doctor, report\n",
         ),
         (
             ["train"],
-            "spmdrl: train needs a config; write spmdrl train FILE.yaml, such as configs/debug/quickstart.yaml\n",
+            "spmdrl: train needs a config; write spmdrl train FILE.yaml, such as the run.yaml of spmdrl init "
+            "quickstart\n",
         ),
         ([], f"spmdrl: no verb given\n\n{usage()}\n"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 from spmdrl import __version__
 from spmdrl.cli.failure_page import OTHER_RANKS_WAIT_SECONDS, end_with, wants_traceback
 from spmdrl.cli.flags import MEMORY, take_numbers, take_planned_device, take_texts, take_verb
+from spmdrl.cli.init_command import first_config
 from spmdrl.cli.manual import VERB_PAGES, help_page
 from spmdrl.cli.verb_mains import configured_main, own_main
 from spmdrl.config.reader import ConfigError, start_up
@@ -30,6 +31,8 @@ from spmdrl.runtime.supervision.launcher import end_with_launcher, remove_empty_
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, Stopped, request, stop_words
 
 VERBS = {
+    "quickstart": "train a small model on this machine, as a first look",
+    "init": "write a first run.yaml with its files",
     "train": "reinforcement learning from a config; the same command again goes on where it stopped",
     "sft": "supervised training on the answers of data.train",
     "preferences": "DPO on the pairs of data.train",
@@ -37,6 +40,7 @@ VERBS = {
     "eval": "mean reward and accuracy on the held-out rows of data.eval",
     "generate": "answers of a model to prompts",
     "replay": "rows of a step again in one process, beside what the run recorded of them",
+    "convert": "a run.yaml from settings of TRL, verl, OpenRLHF, prime-rl, slime or NeMo-RL",
     "check": "whether a verb would start with a config, fits, and reads its data as meant; trains nothing",
     "plan": "memory of a run on any number of devices, by rank and owner; needs neither the devices nor the data",
     "launch": "start a run under Slurm or msrun, or print the script that would",
@@ -56,6 +60,7 @@ examples:
   python -m spmdrl train configs/debug/quickstart.yaml                       one process
   torchrun --standalone --nproc-per-node 8 -m spmdrl train run.yaml          8 ranks on one node
   python -m spmdrl train run.yaml optim.lr=1e-6 --rollout.temperature 0.8    with overrides
+  python -m spmdrl convert grpo.yaml --ranks 8                               settings of TRL and others as run.yaml
   python -m spmdrl check run.yaml --reward                                   is this config right, and its reward?
   python -m spmdrl plan run.yaml --ranks 64 --nodes 8 --device h100          does it fit, and in which part of a step?
   python -m spmdrl launch slurm run.yaml --nodes 4 --ranks-per-node 8        submit it to Slurm
@@ -67,7 +72,8 @@ examples:
   python -m spmdrl doctor
 
 spmdrl VERB --help describes a verb, and spmdrl help KEY a key or section, such as algo.kl_coef or rollout.
-spmdrl help --markdown is the page of all keys (docs/config.md), and spmdrl help --schema their JSON schema.
+spmdrl help --markdown is the page of all keys (docs/config.md), spmdrl help --schema their JSON schema, and
+spmdrl help --coming-from=trl (verl, openrlhf, prime-rl, slime, nemo-rl, others) what other trainers' settings are here.
 """
 
 _MOST_PROMPT_BYTES = 1 << 20
@@ -84,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Ranks form the job without it, and msrun waits for it to end well.
         return 0
     arguments = list(sys.argv[1:] if argv is None else argv)
-    is_own_help = arguments[:1] in (["doctor"], ["report"], ["replay"])
+    is_own_help = arguments[:1] in (["doctor"], ["report"], ["replay"]) or "--" in arguments
     if arguments[:1] == ["--version"]:
         show(f"spmdrl {__version__}")
         return 0
@@ -145,6 +151,8 @@ def _run(arguments: Sequence[str], launch: LaunchEnvironment) -> int:
         near = nearest(verb, VERBS)
         advice = f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {verb!r}; {advice}")
+    if verb == "quickstart":
+        return _run_configured("train", [str(first_config(verb)), *rest], launch)
     if (own := own_main(verb)) is not None:
         return own(rest)
     if verb == "launch":
@@ -167,7 +175,7 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
     files, overrides = split_arguments(arguments)
     if not files and not overrides:
         raise ConfigError(
-            f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as configs/debug/quickstart.yaml"
+            f"{verb} needs a config; write spmdrl {verb} FILE.yaml, such as the run.yaml of spmdrl init quickstart"
         )
     with ExitStack() as handled:
         # Signals during imports end the process at once: a module that is cut short may go on half done.

@@ -54,6 +54,37 @@ examples:
   python -m spmdrl reward-model model.path=models/base data.train=pairs.jsonl reward_model.max_steps=200
   torchrun --standalone --nproc-per-node 8 -m spmdrl reward-model run.yaml reward_model.centring=0.01
 """,
+    "quickstart": f"""usage: spmdrl quickstart {_CONFIGURED}
+
+A model of about a million parameters, made by code, learns sums in minutes on this machine: a short supervised start,
+then GRPO. It is spmdrl train with a configuration that comes with the package, which spmdrl init quickstart writes.
+
+examples:
+  python -m spmdrl quickstart train.max_steps=50
+  torchrun --standalone --nproc-per-node 2 -m spmdrl quickstart run.name=two_ranks
+""",
+    "init": """usage: spmdrl init [NAME] [--to FOLDER]
+
+Writes a commented run.yaml and the files that it names, and prints the command that comes next: quickstart, smollm2,
+gsm8k, dpo or environment. Without a name it lists them. Nothing is overwritten.
+
+examples:
+  python -m spmdrl init quickstart
+  python -m spmdrl init environment --to game
+""",
+    "convert": """usage: spmdrl convert FILE | -- WORDS ... [--to FILE] [--from TRAINER] [--verb VERB] [--ranks N]
+
+Writes the settings of TRL (and Hugging Face's Trainer), verl, OpenRLHF, prime-rl, slime or NeMo-RL as run.yaml, or as
+--to says, and prints what became of each: taken, converted, nothing to set, or no counterpart, with the reason. FILE is
+YAML, TOML (prime-rl) or a shell script; after -- follows a command line as it was typed. --ranks is the number of
+processes, which settings per process are multiplied with. The trainer and the verb (train, sft, preferences,
+reward-model) are found by the names, unless --from and --verb name them. The trainer's own defaults are written out
+where ours differ.
+
+examples:
+  python -m spmdrl convert examples/grpo_math_1B.yaml --to math.yaml
+  python -m spmdrl convert --ranks 8 -- trl grpo --model_name_or_path models/base --per_device_train_batch_size 8
+""",
     "eval": f"""usage: spmdrl eval {_CONFIGURED}
 
 Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions: accuracy
@@ -159,6 +190,13 @@ def help_page(name: str) -> str:
         return "\n".join(config_page(Config)) + "\n"
     if name == "--schema":
         return json.dumps(json_schema(Config), indent=1) + "\n"
+    if name.startswith("--coming-from="):
+        from spmdrl.config.coming_from import pages
+
+        page_of, known = name.partition("=")[2], pages()
+        if page_of not in known:
+            raise ConfigError(f"there is no page {page_of!r}; there are {', '.join(known)}")
+        return "\n".join(known[page_of]) + "\n"
     names = known_names(Config)
     page = key_page(Config, names, name)
     if page is not None:

@@ -21,6 +21,14 @@ def own_main(verb: str) -> Callable[[Sequence[str]], int] | None:
         from spmdrl.verbs.replay_rows import main as replay
 
         return replay
+    if verb == "init":
+        from spmdrl.cli.init_command import main as init
+
+        return init
+    if verb == "convert":
+        from spmdrl.cli.convert_command import main as convert
+
+        return convert
     if verb == "explain":
         from spmdrl.cli.explain import main as explain
 

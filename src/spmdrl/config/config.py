@@ -19,7 +19,7 @@ from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
-from spmdrl.config.aliases import ADVICE, ALIASES
+from spmdrl.config.aliases import ADVICE, ALIASES, NEEDLESS
 from spmdrl.config.given import Given, find
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
@@ -257,7 +257,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str], verb: str | Non
 
     Raises ConfigError with all faults.
     """
-    return read_config(Config, files, overrides, ALIASES, ADVICE, verb, _with_algorithm)
+    return read_config(Config, files, overrides, ALIASES, ADVICE, verb, _with_algorithm, NEEDLESS)
 
 
 def _with_algorithm(tree: dict[str, Given]) -> type[Config]:

@@ -5,17 +5,31 @@ An alias may convert its value if the other name counts something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from spmdrl.config.given import DEFAULT, Given, find, given_of, inline, leaves, plant, replant, within
 from spmdrl.config.verb_keys import counterpart, is_read
 from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
+# Sections of other trainers that say nothing more of a name within; those of a critic, a reference or a validation do.
 _FOREIGN_SECTIONS = (
-    *("actor_rollout_ref", "actor", "trainer", "algorithm", "grpo", "loss_fn", "policy", "checkpointing"),
-    *("orchestrator", "ckpt", "vllm", "ds"),
+    *("actor_rollout_ref", "actor", "trainer", "algorithm", "grpo", "dpo", "loss_fn", "policy", "checkpointing"),
+    *(
+        "orchestrator",
+        "ckpt",
+        "vllm",
+        "ds",
+        "fsdp_config",
+        "generation",
+        "vllm_cfg",
+        "optimizer",
+        "kwargs",
+        "tokenizer",
+    ),
+    *("engine", "kl_ctrl", "logger", "dtensor_cfg"),
 )
 
 
@@ -26,15 +40,27 @@ class Settings:
     tree: dict[str, Given]
     verb: str | None = None
     """verb that reads them; its unread keys have no value"""
+    keys: Sequence[str] = ()
+
+    def home(self, key: str) -> str:
+        """Return the key of the verb's own section in place of one that the verb doesn't read, if there is one."""
+        is_ours = not self.verb or is_read(self.verb, key)
+        return key if is_ours else counterpart(str(self.verb), key, self.keys, own=True) or key
+
+    def _find(self, key: str) -> Given | None:
+        # Names of rules stay whole.
+        return self.tree.get(key) or find(self.tree, tuple(key.split(".")))
 
     def is_given(self, key: str) -> bool:
-        given = find(self.tree, tuple(key.split(".")))
+        """Return True if a source sets the key, or the name of a rule that isn't converted yet."""
+        given = self._find(key)
         return given is not None and given.origin != DEFAULT
 
     def value(self, key: str) -> Any:
         """Return the key's written value, or its default, or None."""
-        given = find(self.tree, tuple(key.split(".")))
-        return None if given is None or (self.verb and not is_read(self.verb, key)) else given.plain
+        given = self._find(key)
+        is_hidden = given is None or (self.verb and key in self.keys and not is_read(self.verb, key))
+        return None if given is None or is_hidden else given.plain
 
 
 Convert: TypeAlias = Callable[[Given, Settings], dict[str, Any]]
@@ -59,6 +85,14 @@ class Alias:
     convert: Convert | None = None
     is_relation: bool = False
     """True if it relates several keys, and may be given beside each of them"""
+    verbs: str = ""
+    """verbs with a section of their own: all, whose conversion is the same; own, for which it is no name; else it is a
+    name without conversion"""
+    is_flag: bool = False
+    """True if it may be true, which `--name` alone sets"""
+    name: str = ""
+    says_more: bool = False
+    """True if `here` is more than a table of values"""
 
     @property
     def read_as(self) -> str:
@@ -97,16 +131,25 @@ def spellings_of(aliases: Mapping[str, Alias]) -> dict[str, Alias]:
 
 def aliases_of_verb(aliases: Mapping[str, Alias], verb: str, keys: Sequence[str]) -> dict[str, Alias]:
     """Return the aliases that a verb reads as keys of its own section."""
-    unread = {name: alias for name, alias in aliases.items() if not is_read(verb, alias.key)}
+    unread = {name: alias for name, alias in aliases.items() if alias.verbs != "own" and not is_read(verb, alias.key)}
     own = {name: counterpart(verb, alias.key, keys, own=True) for name, alias in unread.items()}
-    return {name: Alias(key, unread[name].origin, unread[name].there) for name, key in own.items() if key}
+    found = {}
+    for name, alias in unread.items():
+        if own[name] is not None:
+            kept = alias if alias.verbs == "all" else replace(alias, convert=None, is_relation=False)
+            found[name] = replace(kept, key=str(own[name]), here="")
+    return found
 
 
 def convert_aliases(
-    tree: dict[str, Given], written: list[WrittenKey], problems: list[str], verb: str | None = None
+    tree: dict[str, Given],
+    written: list[WrittenKey],
+    problems: list[str],
+    verb: str | None = None,
+    keys: Sequence[str] = (),
 ) -> dict[str, str]:
     """Put the converted values into the tree, add refusals to `problems`, and return each spelling's meaning."""
-    used, settings = {}, Settings(tree, verb)
+    used, settings = {}, Settings(tree, verb, keys)
     for entry in written:
         assert entry.convert is not None, entry.spelling
         replant(tree, entry.parts, None)
@@ -118,6 +161,7 @@ def convert_aliases(
             problems.append(f"{entry.given.origin}: {entry.spelling} {error}")
             continue
         own = ".".join(entry.parts)
+        converted = {settings.home(key): value for key, value in converted.items()}
         values = {key: value for key, value in converted.items() if key == own or not settings.is_given(key)}
         for key, value in values.items():
             plant(tree, tuple(key.split(".")), given_of(value, entry.given.origin))
@@ -132,6 +176,23 @@ class KnownNames:
     keys: Sequence[str]
     spellings: Mapping[str, Alias]
     advice_by_name: Mapping[str, str]
+    needless: Mapping[str, str] = field(default_factory=dict)
+    """names, or NAME=VALUE, for which there is nothing to set, with the reason"""
+    flags: Collection[str] = ()
+    """keys that are true or false"""
+
+    def reason_to_drop(self, key: str, given: Given) -> str | None:
+        """Return why there is nothing to set for a name with this value; None for other names."""
+        return self.needless.get(f"{key}={given.text}".lower(), self.needless.get(key))
+
+    def flag_value(self, key: str) -> tuple[str, str] | None:
+        """Return the name and value of a flag without a value: `--name` or, for false, `--no_name`; None for others."""
+        for start, text in (("", "true"), ("no_", "false")):
+            name = self.without_sections(key.removeprefix(start))
+            is_flag = name in self.flags or name in self.spellings and self.spellings[name].is_flag
+            if key.startswith(start) and (is_flag or name in self.needless or f"{name}={text}" in self.needless):
+                return name, text
+        return None
 
     def advice(self, key: str) -> str:
         """Return advice for an unknown key."""
@@ -149,10 +210,19 @@ class KnownNames:
     def without_sections(self, key: str) -> str:
         """Strip sections of other trainers, as in actor_rollout_ref.rollout.n, from a name."""
         first, _, rest = key.partition(".")
-        if key in self.keys or key in self.spellings or first not in _FOREIGN_SECTIONS:
+        if self._is_name(key) or first not in _FOREIGN_SECTIONS:
             return key
         inner = self.without_sections(rest)
-        return inner if inner in self.keys or inner in self.spellings else key
+        return inner if self._is_name(inner) else key
+
+    def _is_name(self, name: str) -> bool:
+        known = (self.keys, self.spellings, self.needless_names, self.advice_by_name)
+        return any(name in names for names in known)
+
+    @cached_property
+    def needless_names(self) -> frozenset[str]:
+        """Names for some value of which there is nothing to set."""
+        return frozenset(name.partition("=")[0] for name in self.needless)
 
     def is_section(self, parts: Sequence[str]) -> bool:
         """Return True if keys or other spellings of them are below these names; without names, always."""

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from spmdrl.config.conversion import complete, convert, origins
 from spmdrl.config.given import DEFAULT, Given, entries_of, inline, joined, leaves, plant, shortened, show, value_leaves
 from spmdrl.config.key_names import Alias, KnownNames, WrittenKey, aliases_of_verb, convert_aliases, spellings_of
-from spmdrl.config.key_schema import describe, schema_keys
+from spmdrl.config.key_schema import describe, schema, schema_keys
 from spmdrl.config.sources import COMMAND_LINE, override_leaves, read_file
 from spmdrl.config.verb_keys import STEPS, counterpart, is_read, summarised
 from spmdrl.runtime.launch import StartRefused
@@ -49,6 +49,7 @@ def read_config(
     advice_by_name: Mapping[str, str] | None = None,
     verb: str | None = None,
     choose_root: Callable[[dict[str, Given]], type[T]] | None = None,
+    needless: Mapping[str, str] | None = None,
 ) -> LoadedConfig[T]:
     """Read `files` and then `overrides` (`key=value`, `--key=value` or `--key value`) as a `root_type`.
 
@@ -59,16 +60,14 @@ def read_config(
     """
     problems: list[str] = []
     keys = schema_keys(root_type)
-    names = KnownNames(
-        keys, spellings_of(aliases) | (aliases_of_verb(aliases, verb, keys) if verb else {}), advice_by_name or {}
-    )
+    names = known_names(root_type, aliases, advice_by_name or {}, needless or {}, verb)
     trees = [read_file(path, problems) for path in files]
     sources = [list(leaves(given)) for given in trees if given is not None]
     sources.append(list(override_leaves(overrides, names, problems)))
     tree: dict[str, Given] = {}
     aliases_used: dict[str, str] = {}
     latest: dict[tuple[str, ...], WrittenKey] = {}
-    for written in (key for source in sources for key in _canonical(source, names, problems)):
+    for written in (key for source in sources for key in canonical(source, names, problems, aliases_used)):
         plant(tree, written.parts, written.given)
         latest[written.parts] = written
         if written.alias is not None and written.convert is None:
@@ -78,8 +77,10 @@ def read_config(
         root_type = choose_root(tree)
         names = replace(names, keys=schema_keys(root_type))
     complete(tree, root_type)
-    unconverted = [key for alias in aliases.values() for key in latest.values() if key.convert and key.alias is alias]
-    aliases_used |= convert_aliases(tree, unconverted, problems, verb)
+    order = {name: place for place, name in enumerate(aliases)}
+    unconverted = [key for key in latest.values() if key.convert]
+    unconverted.sort(key=lambda key: order.get(key.alias.name, 0) if key.alias else 0)
+    aliases_used |= convert_aliases(tree, unconverted, problems, verb, keys)
     if verb:
         problems += _refused_keys(verb, unread, latest.values(), keys)
     complete(tree, root_type)
@@ -103,9 +104,23 @@ def read_config(
     return LoadedConfig(value, origin, aliases_used, summarised([key.key for key in unread], read))
 
 
+def known_names(
+    root_type: type[Any],
+    aliases: Mapping[str, Alias],
+    advice_by_name: Mapping[str, str],
+    needless: Mapping[str, str],
+    verb: str | None = None,
+) -> KnownNames:
+    """Return the names of a configuration; with a verb, aliases are its own."""
+    keys = schema_keys(root_type)
+    spellings = spellings_of(aliases) | (aliases_of_verb(aliases, verb, keys) if verb else {})
+    flags = [key.name for key in schema(root_type) if key.kind is bool]
+    return KnownNames(keys, spellings, advice_by_name, needless, flags)
+
+
 def resolved_yaml(loaded: LoadedConfig[Any]) -> str:
     """Return the whole tree as YAML under its canonical names, each value followed by its origin as a comment."""
-    return "\n".join(_resolved_lines(loaded.value, "", loaded.origin, indent="")) + "\n"
+    return "\n".join(yaml_lines(loaded.value, "", loaded.origin, indent="")) + "\n"
 
 
 @contextmanager
@@ -119,10 +134,13 @@ def start_up() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def _canonical(
-    source: Sequence[tuple[tuple[str, ...], Given]], names: KnownNames, problems: list[str]
+def canonical(
+    source: Sequence[tuple[tuple[str, ...], Given]], names: KnownNames, problems: list[str], used: dict[str, str]
 ) -> Iterator[WrittenKey]:
-    """Yield the leaves of one source under canonical names; a key given under two names is a problem."""
+    """Yield the leaves of one source under canonical names; a key given under two names is a problem.
+
+    `used` gets the names for which there is nothing to set.
+    """
     written: dict[tuple[str, ...], str] = {}
     for parts, given in source:
         # Within sections, `optim.lr` is the same as lr below optim; names in a mapping of any names stay whole.
@@ -134,13 +152,16 @@ def _canonical(
             continue
         alias, spelling, outer = None, "", ".".join(full)
         inner = names.without_sections(outer)
+        if reason := names.reason_to_drop(inner, given):
+            used[outer] = f"nothing to set: {reason}"
+            continue
         if is_inner := inner != outer:
             full = tuple(inner.split("."))
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
             if spelling in names.spellings and spelling not in names.keys:
                 alias = names.spellings[spelling]
-                full = (spelling,) if alias.is_relation else (*alias.key.split("."), *full[length:])
+                full = (alias.name,) if alias.is_relation else (*alias.key.split("."), *full[length:])
                 break
         if is_inner:
             alias, spelling = alias or Alias(".".join(full)), outer
@@ -187,11 +208,12 @@ def _together(problems: Sequence[str]) -> str:
     return f"{len(problems)} faults in the configuration:\n" + "\n".join(f"  {problem}" for problem in shown)
 
 
-def _resolved_lines(value: Any, key: str, origin: Mapping[str, str], *, indent: str) -> Iterator[str]:
+def yaml_lines(value: Any, key: str, origin: Mapping[str, str], *, indent: str) -> Iterator[str]:
+    """Yield a tree's lines in YAML, each value followed by its origin as a comment."""
     for name, entry in entries_of(value).items():
         path = joined(key, name)
         if entries_of(entry):
             yield f"{indent}{inline(name)}:"
-            yield from _resolved_lines(entry, path, origin, indent=indent + "  ")
+            yield from yaml_lines(entry, path, origin, indent=indent + "  ")
         else:
             yield f"{indent}{inline(name)}: {inline(entry)}  # {origin[path]}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
-from spmdrl.config.aliases import ADVICE, ALIASES
+from spmdrl.config.aliases import ADVICE, ALIASES, NEEDLESS
 from spmdrl.config.given import inline
 from spmdrl.config.key_names import KnownNames, spellings_of
 from spmdrl.config.key_schema import Key, adapter, describe, key_groups, own_keys, schema, schema_keys
@@ -42,7 +42,7 @@ server complete and check the keys of files that begin with a line such as
 
 def known_names(root: type[Any]) -> KnownNames:
     """Return all names of a configuration."""
-    return KnownNames(schema_keys(root), spellings_of(ALIASES), ADVICE)
+    return KnownNames(schema_keys(root), spellings_of(ALIASES), ADVICE, NEEDLESS)
 
 
 def find_keys(root: type[Any], name: str) -> list[Key]:
@@ -58,6 +58,8 @@ def key_page(root: type[Any], names: KnownNames, name: str) -> str | None:
     alias = names.spellings.get(name)
     if alias is not None:
         return "\n".join(_alias_lines(root, name)) + "\n"
+    if name in names.needless:
+        return f"{name}: nothing to set: {names.needless[name]}\n"
     advice = names.known_advice(name)
     return None if advice is None else f"{name} isn't here: {advice}\n"
 

@@ -77,6 +77,12 @@ def read_file(path: Path, problems: list[str]) -> Given | None:
     return given
 
 
+def read_value(text: str, origin: str) -> Given:
+    """Return the value of a word: as YAML, or as text if it is no YAML."""
+    given = _Composer(None, []).read(text)
+    return Given(text, text, origin) if given is None else replace(given, origin=origin)
+
+
 def _file_meant(path: Path) -> str:
     """Return a way out for a missing file."""
     beside = {str(found.name) for found in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()
@@ -113,13 +119,17 @@ def override_leaves(
         if override.startswith("--"):
             key = key.replace("-", "_")
         if _awaits_value(override):
-            if not (rest and _is_value(rest[0])):
+            flag = names.flag_value(key)
+            if not (rest and _is_value(rest[0])) and flag is not None:
+                (key, text), equals = flag, "="
+            elif not (rest and _is_value(rest[0])):
                 advice = names.known_advice(key)
                 missing = f"--{key} has no value; write --{key} VALUE or {key}=VALUE"
                 fault = f"there is no --{key}; {advice}" if advice else missing
                 problems.append(f"{COMMAND_LINE}: {shortened(fault)}")
                 continue
-            equals, text = "=", rest.popleft()
+            else:
+                equals, text = "=", rest.popleft()
         if not equals or not _KEY.fullmatch(key):
             way_out = "write key.path=value or --key.path value"
             problems.append(f"{COMMAND_LINE}: {shortened(repr(override))} is no override; {way_out}")

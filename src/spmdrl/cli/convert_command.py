@@ -1,0 +1,94 @@
+"""`spmdrl convert`: a configuration of another trainer as a run.yaml, with what became of each of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from spmdrl.cli.flags import take_numbers, take_texts
+from spmdrl.config.aliases import MARKS
+from spmdrl.config.config import Config, load_config
+from spmdrl.config.foreign_file import read_elsewhere, read_words
+from spmdrl.config.given import Given, shortened
+from spmdrl.config.reader import ConfigError
+from spmdrl.config.translation import (
+    CONVERTED,
+    MISSING_HERE,
+    NEEDLESS_HERE,
+    TAKEN,
+    Translation,
+    trainer_of,
+    translate,
+    verb_of,
+)
+from spmdrl.config.verb_keys import STEPS
+from spmdrl.runtime.screen import show
+
+_FLAGS = ("--to", "--from", "--verb")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert a file, or the words after `--`; returns 0, whatever is left to set."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    numbers, others = take_numbers(arguments[:end], ("--ranks",))
+    texts, files = take_texts(others, _FLAGS)
+    words = list(arguments[end + 1 :])
+    if len(files) != (0 if words else 1) or any(file.startswith("-") for file in files):
+        raise ConfigError("convert takes one file, as in spmdrl convert grpo.yaml, or a command line after --")
+    to = Path(texts.get("--to", "run.yaml"))
+    if to.exists():
+        raise ConfigError(f"{to} exists; move it away, or write elsewhere by --to FILE")
+    written, names = _read(files, words)
+    trainer = texts.get("--from") or trainer_of([name for name, _ in written], names)
+    if trainer is None or trainer not in MARKS:
+        known = ", ".join(MARKS)
+        raise ConfigError(f"whose settings these are isn't plain; write --from and one of {known}")
+    verb = texts.get("--verb") or verb_of([name for name, _ in written], names)
+    if verb not in STEPS:
+        raise ConfigError(f"--verb is {verb}, but must be one of {', '.join(STEPS)}")
+    num_ranks = numbers.get("--ranks", 1)
+    done = translate(Config, written, trainer, verb, num_ranks)
+    command = " ".join([*files, *words])
+    head = f"# Converted from {trainer}'s settings ({shortened(command)}), for `spmdrl {verb}` on {num_ranks} ranks.\n"
+    to.write_text(head + done.text(), encoding="utf-8")
+    _show(done, trainer, verb, num_ranks)
+    _show_what_is_left(to, verb)
+    return 0
+
+
+def _read(files: Sequence[str], words: Sequence[str]) -> tuple[list[tuple[str, Given]], list[str]]:
+    """Return the settings, and words that may name the trainer and the kind of training."""
+    problems: list[str] = []
+    written = read_elsewhere(Path(files[0]), problems) if files else read_words(words, "command line")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if not written:
+        raise ConfigError("no settings found; they are --name VALUE or key=VALUE, or those of a YAML or TOML file")
+    if not files:
+        return written, [word for word in words if not word.startswith("--")]
+    path = Path(files[0])
+    modules = [] if path.suffix in (".yaml", ".yml", ".toml") else path.read_text(encoding="utf-8").split()
+    return written, [path.name, *(word for word in modules if word.endswith(".py") or "." in word and "=" not in word)]
+
+
+def _show(done: Translation, trainer: str, verb: str, num_ranks: int) -> None:
+    show(f"{trainer}'s settings, for spmdrl {verb} on {num_ranks} {'ranks' if num_ranks > 1 else 'rank (--ranks)'}")
+    for kind in (TAKEN, CONVERTED, NEEDLESS_HERE, MISSING_HERE):
+        fates = [fate for fate in done.fates if fate.kind == kind]
+        if fates:
+            show(f"\n{kind}:")
+        for fate in fates:
+            name = f"{fate.name}={shortened(fate.written)}" + (f" ({trainer}'s default)" if fate.is_default else "")
+            show(f"  {name}: {fate.words}" if kind != TAKEN else f"  {name} -> {fate.words}")
+    counts = done.counts()
+    parts = [f"{counts[kind]} {kind}" for kind in (TAKEN, CONVERTED, NEEDLESS_HERE, MISSING_HERE)]
+    show(f"\n{sum(counts.values())} keys: {', '.join(parts)}")
+
+
+def _show_what_is_left(to: Path, verb: str) -> None:
+    try:
+        load_config([to], [], verb)
+    except ConfigError as left:
+        show(f"\n{to} is written; left to set:\n{left}")
+        return
+    show(f"\n{to} is written; next: spmdrl check {'' if verb == 'train' else verb + ' '}{to}")
