@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
@@ -26,6 +27,12 @@ from spmdrl.resources.world import World
 
 def main(loaded: LoadedConfig[Config]) -> int:
     """Evaluate `model.path` on `data.eval`."""
+    evaluated(loaded)
+    return 0
+
+
+def evaluated(loaded: LoadedConfig[Config]) -> dict[str, Any]:
+    """Evaluate, and return the results that go into the summary, on the main rank; none on the others."""
     started = time.perf_counter()
     loaded = with_settings_of_run(loaded, "eval")
     config, checked = loaded.value, check_run(loaded, verb="eval")
@@ -34,8 +41,8 @@ def main(loaded: LoadedConfig[Config]) -> int:
         with explained_memory(config):
             evaluation, folder = _evaluate(checked, world)
         if world.is_main:
-            _write_results(config, evaluation, folder, time.perf_counter() - started)
-    return 0
+            return _write_results(config, evaluation, folder, time.perf_counter() - started)
+    return {}
 
 
 def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
@@ -52,7 +59,7 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
             return evaluator(), prepared.source.results_in(config.run.folder, "eval")
 
 
-def _write_results(config: Config, evaluation: Evaluation, folder: Path, seconds: float) -> None:
+def _write_results(config: Config, evaluation: Evaluation, folder: Path, seconds: float) -> dict[str, Any]:
     samples = folder / "eval.jsonl"
     write_records(samples, evaluation.records)
     settings = {"model": config.model.path, "data": str(config.data.eval), "rewards": list(config.reward.functions)}
@@ -62,3 +69,4 @@ def _write_results(config: Config, evaluation: Evaluation, folder: Path, seconds
     console.note(evaluation.described())
     console.note(f"samples  {samples}")
     console.note(f"summary  {summary}")
+    return fields

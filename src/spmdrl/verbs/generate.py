@@ -15,9 +15,9 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import LoadedConfig, start_up
-from spmdrl.dataflow.stages.rollout.requests import run_rollout
 from spmdrl.job.model.replica import load_replica
-from spmdrl.job.rollouts.kept_answers import KeptAnswers, answer_record, identity_of_answers, open_requests
+from spmdrl.job.rollouts.kept_answers import KeptAnswers, identity_of_answers, open_requests
+from spmdrl.job.rollouts.open_model import OpenModel
 from spmdrl.job.rollouts.rollout import turns_of
 from spmdrl.job.run.run_failure import explained_memory
 from spmdrl.job.run.run_folder import hold_run_folder
@@ -113,19 +113,13 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     unit = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"
     num_rows = sum(len(request.rows) for request in requests)
     progress = GenerationProgress(num_rows, unit) if world.is_main else None
-    prompts_of_requests = [prompts[request.rows[0] // config.eval.num_samples] for request in requests]
     with ExitStack() as stack:
-        turns = turns_of(config, prepared, replica, world.device.torch_device, stack)
-        for ended in run_rollout(replica.engine, requests, prompts_of_requests, turns):
+        model = OpenModel(
+            config, prepared, replica, world, turns_of(config, prepared, replica, world.device.torch_device, stack)
+        )
+        for answers, responses in model.run(requests, prompts):
             if replica.mesh.is_leader:
-                kept.add(
-                    [
-                        answer_record(prompts_of_requests[number], response, tokenizer)
-                        for number, responses in ended.items()
-                        for response in responses
-                    ]
-                )
+                kept.add(answers)
             if progress is not None:
-                for responses in ended.values():
-                    progress.add(len(responses), sum(response.num_own_tokens for response in responses))
+                progress.add(len(responses), sum(response.num_own_tokens for response in responses))
     return kept

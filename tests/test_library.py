@@ -1,0 +1,101 @@
+"""spmdrl from Python: a run, its rows and its answers in a few lines, and nothing imported before it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spmdrl
+from spmdrl.config.reader import ConfigError
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "docs" / "examples"
+FEW = {
+    "model": {"make": {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}},
+    "data.train": "synthetic://addition?low=0&high=49",
+    "rollout": {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 3},
+    "resources.device": "cpu",
+}
+
+
+def run_python(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def longer(completions, **columns):
+    return [float(len(text) > 1) for text in completions]
+
+
+def test_a_run_by_a_call_is_read_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    run = spmdrl.train(
+        FEW, reward={"functions": [longer]}, train={"max_steps": 2}, run={"dir": folder}, learning_rate=1e-3
+    )
+    assert [step["step"] for step in run.metrics] == [1, 2] and run.metrics[0]["lr"] == 1e-3
+    assert {"prompt", "response", "reward"} <= set(run.samples[0])
+    assert spmdrl.read_run(folder).summary == run.summary and run.model.name == "model"
+    with spmdrl.Policy.load(folder, **{"rollout.max_completion_length": 2, "resources.device": "cpu"}) as policy:
+        first, again = policy.generate(["1+2=", "3+4="]), policy.generate(["3+4="])
+        assert len(first) == 2 and again == first[1:]
+    limits = {"rollout.max_completion_length": 2, "resources.device": "cpu"}
+    assert spmdrl.generate(["3+4="], limits, model={"path": folder}) == again
+    sums = {"data.eval": "synthetic://addition?low=0&high=49&count=5&split=test", "reward.functions": ["exact"]}
+    found = spmdrl.evaluate(sums, model={"path": folder}, run={"dir": tmp_path / "eval"}, resources={"device": "cpu"})
+    assert found["num_prompts"] == 5 and 0 <= found["accuracy"] <= 1
+    capsys.readouterr()
+
+
+def test_wrong_input_is_a_value_error_with_all_faults(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"2 faults[\s\S]*seed is[\s\S]*lerning_rate"):
+        spmdrl.train(FEW, lerning_rate=1, seed="x")
+    with pytest.raises(ValueError, match="is no run's folder"):
+        spmdrl.read_run(tmp_path)
+    with pytest.raises(ValueError, match="has no name of its own"):
+        spmdrl.train(FEW, reward={"functions": [lambda completion, **columns: 0.0]})
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        spmdrl.trian  # noqa: B018
+
+
+def test_import_takes_no_torch_and_little_time(tmp_path: Path) -> None:
+    code = "import resource, sys, spmdrl; print('torch' in sys.modules, 'yaml' in sys.modules)"
+    done = run_python("-c", code, folder=tmp_path)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_the_script_of_twelve_lines_runs(tmp_path: Path) -> None:
+    text = (EXAMPLES / "grpo_in_12_lines.py").read_text()
+    assert len([line for line in text.splitlines() if line.strip()]) <= 14
+    done = run_python(str(EXAMPLES / "grpo_in_12_lines.py"), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout.splitlines()[-1].split()[0]) >= 0
+
+
+@pytest.mark.parametrize("name", ["grpo_in_a_notebook", "reading_runs"])
+def test_notebooks_run_from_top_to_bottom(name: str, tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / f"{name}.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code and all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    # As a kernel runs cells: in one namespace, each text known to inspect.
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import json, linecache, sys\n"
+        "del globals()['__file__']\n"
+        "for number, text in enumerate(json.load(sys.stdin)):\n"
+        "    name = f'<cell {number}>'\n"
+        "    linecache.cache[name] = (len(text), None, text.splitlines(True), name)\n"
+        "    exec(compile(text, name, 'exec'), globals())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(driver)], input=json.dumps(code), cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
