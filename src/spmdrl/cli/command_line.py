@@ -20,6 +20,7 @@ from spmdrl.cli.verb_mains import configured_main, own_main
 from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.spelling import nearest
+from spmdrl.runtime.installed import located
 from spmdrl.runtime.launch import (
     LaunchEnvironment,
     StartRefused,
@@ -76,6 +77,7 @@ spmdrl help --markdown is the page of all keys (docs/config.md), spmdrl help --s
 spmdrl help --coming-from=trl (verl, openrlhf, prime-rl, slime, nemo-rl, others) what other trainers' settings are here.
 """
 
+_MACOS = "macOS isn't tested: several nodes and the reward code are refused, and reward processes have no memory limit"
 _MOST_PROMPT_BYTES = 1 << 20
 # Verbs that save and exit when asked to stop.
 _STOPPING_VERBS = ("train", "sft", "preferences", "reward-model")
@@ -132,7 +134,7 @@ def _help(names: Sequence[str]) -> int:
     elif names and names[0] in VERBS:
         names = []
     try:
-        show("\n".join(map(help_page, names)) if names else usage(), end="")
+        show(located("\n".join(map(help_page, names)) if names else usage()), end="")
     except ConfigError as error:
         return _refuse(error, LaunchEnvironment())
     return 0
@@ -170,6 +172,8 @@ def _run_configured(verb: str, arguments: Sequence[str], launch: LaunchEnvironme
         question, arguments = (take_question if verb == "check" else take_plan)(arguments)
     elif verb == "train":
         question["plan_device"], arguments = take_planned_device(arguments)
+    if sys.platform == "darwin" and launch.rank == 0 and verb not in ("plan", "dry-run"):
+        show(f"spmdrl: {_MACOS}", stream=sys.stderr)
     config_verb = question.get("verb", "train")
     prompts, arguments = take_prompts(arguments) if config_verb == "generate" else ([], arguments)
     files, overrides = split_arguments(arguments)
@@ -301,7 +305,7 @@ def _refuse(error: ConfigError | StartRefused, launch: LaunchEnvironment, *, is_
         # A launcher ends the ranks of its node as soon as one of them has failed.
         time.sleep(OTHER_RANKS_WAIT_SECONDS)
     if not is_shown:
-        show(f"{name}: {error}", stream=sys.stderr)
+        show(f"{name}: {located(str(error))}", stream=sys.stderr)
     write_error_file(f"{name}: {error}", 2)
     return 2
 

@@ -14,6 +14,7 @@ from spmdrl.nouns.settings.log_config import BACKENDS, LogConfig
 from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl, to_json
 from spmdrl.observability.outage import best_effort, count_refused, warn
 from spmdrl.observability.terminal.console import Console
+from spmdrl.runtime.installed import how_to_install
 from spmdrl.runtime.screen import safe_text
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "answer", "reward", "verdict", "advantage", "version")
@@ -91,10 +92,11 @@ def import_backend(extra: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"log.backends names {extra}, which isn't installed ({error}); "
-            f"run `pip install -e '.[{extra}]'` in the clone, or take it out of log.backends"
-        ) from error
+        raise ImportError(f"{_lacks(extra)} ({error})") from error
+
+
+def _lacks(name: str) -> str:
+    return f"log.backends names {name}, which isn't installed; {how_to_install(name)}, or take it out of log.backends"
 
 
 def _cells(sample: SampleRecord) -> dict[str, Any]:
@@ -287,7 +289,4 @@ def check_backends(config: LogConfig) -> None:
     """Refuse a back end whose package isn't installed, without importing it. Raises ValueError."""
     for name in ("tensorboard", "wandb"):
         if name in config.backends and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"log.backends names {name}, which isn't installed; run `pip install -e '.[{name}]'` in the clone, or "
-                "take it out of log.backends"
-            )
+            raise ValueError(_lacks(name))

@@ -78,5 +78,5 @@ def test_a_response_that_a_scorer_cannot_parse_is_wrong():
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="reasoning-gym is installed")
 def test_a_missing_package_is_named_with_the_way_to_install_it():
     for fails in (lambda: gym_rows(SUMS), lambda: RewardPool(RewardConfig(functions=("reasoning_gym",)))):
-        with pytest.raises(ValueError, match=r"needs reasoning-gym; run `pip install -e '\.\[reasoning-gym\]'`"):
+        with pytest.raises(ValueError, match=r"needs reasoning-gym; `pip install -e '\.\[reasoning-gym\]'`"):
             fails()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.dataflow.data.json_array import array_values, repeated_key
+from spmdrl.runtime.installed import how_to_install
 
 MOST_ROW_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
@@ -202,9 +203,7 @@ def _read_parquet(path: str, file: Path) -> Rows:
     try:
         import pyarrow.parquet  # an optional back end
     except ImportError as error:
-        raise ValueError(
-            f"reading {path} needs pyarrow; `pip install -e '.[parquet]'` in the clone, or convert it to JSONL"
-        ) from error
+        raise ValueError(f"reading {path} needs pyarrow; {how_to_install('parquet')}, or make it JSONL") from error
     number = 0
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):

@@ -13,6 +13,7 @@ from typing import Any
 from spmdrl.engines.reward import formula
 from spmdrl.engines.reward.final_answer import last_line, marked_answer, stated_answer
 from spmdrl.engines.reward.number import is_same_number
+from spmdrl.runtime.installed import how_to_install
 
 Score = float | None | Exception
 
@@ -44,8 +45,8 @@ def check_rule_installed(name: str) -> None:
     """Raise ValueError if the rule needs a package that isn't installed."""
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ValueError(
-            "reward.functions: 'math' needs math-verify; run `pip install -e '.[math]'` in spmdrl's folder, or use "
-            "number (plain numbers), choice (letters) or exact (the same text), which need nothing"
+            f"reward.functions: 'math' needs math-verify; {how_to_install('math')}, or use number (plain numbers), "
+            "choice (letters) or exact (the same text), which need nothing"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from spmdrl.observability.terminal.spelling import unknown
+from spmdrl.runtime.installed import how_to_install
 
 GYM_SCHEME = "reasoning_gym://"
 
@@ -18,7 +19,7 @@ GYM_SCHEME = "reasoning_gym://"
 def check_gym_installed(asked: str) -> None:
     """Raise ValueError if reasoning-gym isn't installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"{asked} needs reasoning-gym; run `pip install -e '.[reasoning-gym]'` in spmdrl's folder")
+        raise ValueError(f"{asked} needs reasoning-gym; {how_to_install('reasoning-gym')}")
 
 
 @lru_cache

@@ -26,6 +26,7 @@ from spmdrl.nouns.settings.model_sizes import ClampedGate
 from spmdrl.observability.log import check_backends
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
+from spmdrl.runtime.installed import how_to_install
 from spmdrl.runtime.launch import LaunchEnvironment
 
 # Their backward passes have two halves, each of which would recompute every layer.
@@ -155,8 +156,7 @@ def check_vllm_is_there() -> None:
     """Refuse `rollout.engine: vllm` if it can't be imported. Raises ValueError."""
     if find_spec("vllm") is None:
         raise ValueError(
-            "rollout.engine is vllm, which isn't installed; `pip install -e '.[vllm]'` in the clone, or set "
-            "rollout.engine to native"
+            f"rollout.engine is vllm, which isn't installed; {how_to_install('vllm')}, or set rollout.engine to native"
         )
 
 
