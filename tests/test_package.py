@@ -77,6 +77,18 @@ def test_the_page_of_the_index_has_no_link_that_only_a_clone_resolves() -> None:
     assert not [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link]
 
 
+def test_workflows_and_templates_are_valid_and_name_files_that_are_there() -> None:
+    files = sorted((ROOT / ".github").rglob("*.y*ml"))
+    assert len(files) > 4
+    for path in files:
+        assert yaml.safe_load(path.read_text(encoding="utf-8")), path
+        named = re.findall(r"(?:bash |-f )((?:launch|\.ci)/[\w/.]+)", path.read_text(encoding="utf-8"))
+        assert not [name for name in named if not (ROOT / name).exists()], path
+    for path in (ROOT / "launch" / "docker").iterdir():
+        copied = re.findall(r"^COPY (.+) \S+$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert copied and not [one for line in copied for one in line.split() if not (ROOT / one).exists()], path
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_names_files_that_are_there(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
