@@ -194,7 +194,7 @@ def read(verb: str, words: Sequence[str], page: str, configs: Path) -> None:
 
 def read_verb(words: list[str], page: str, configs: Path) -> None:
     verb, *rest = [
-        "1" if flag.startswith("--") and word.startswith("$") else word
+        "1" if flag.startswith("--") and PLACEHOLDER.search(word) else word
         for flag, word in zip(["", *words[:-1]], words, strict=True)
     ]
     assert verb in {*VERBS, "help", "--help", "--version"}, f"there is no verb {verb}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.nouns.settings.model_config import MakeConfig
 from spmdrl.resources.world import open_world
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, environment
 
 MINIMAL = ROOT / "docs" / "examples" / "minimal_grpo.py"
 
@@ -36,3 +38,19 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatc
     script = Path("page.py")
     script.write_text("\n".join(blocks))
     runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_the_task_of_20_lines_is_trained_as_the_page_has_it(tmp_path):
+    blocks = re.findall(
+        r"```(?:python|yaml)\n(# (\S+)\n.*?)```", (ROOT / "docs" / "your_task.md").read_text(), re.DOTALL
+    )
+    for text, name in blocks:
+        (tmp_path / name).write_text(text)
+    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True)
+    short = ("train.max_steps=2", "sft.max_steps=8", "eval.max_rows=16")
+    for arguments in (["check", "run.yaml", "--reward"], ["train", "run.yaml", *short]):
+        command = [sys.executable, "-m", "spmdrl", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
+    assert "grpo done: 2 steps" in done.stdout

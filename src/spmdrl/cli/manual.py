@@ -157,7 +157,7 @@ Checks the config for so many ranks, as they would, and submits the run to Slurm
 each node by the same command. VERB is train if it is left out. --dry-run prints the script, complete, and starts
 nothing. --sbatch adds an option of sbatch, such as --sbatch=--time=4:00:00. Other settings are variables of the
 environment, which the head of the script lists: SCRATCH for Slurm; HEAD, PORT, NODE_RANK and MSRUN for msrun.
-docs/launching.md has what happens at signals, time limits and preemption.
+docs/slurm.md has what happens at signals, time limits and preemption, docs/launching.md all launchers.
 
 examples:
   python -m spmdrl launch slurm run.yaml --nodes 4 --ranks-per-node 8 --sbatch=--gpus-per-node=8
