@@ -13,8 +13,8 @@ from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 67_630,
-    "imports of ours": 2_251,
+    "lines of src/spmdrl": 67_672,
+    "imports of ours": 2_257,
     "folders": 52,
     "config keys": 217,
     "files from prompt to gradient": 74,
