@@ -75,6 +75,11 @@ def test_the_notebook_lists_each_of_its_pages() -> None:
     assert not [page.name for page in ROOT.glob("docs/notebook/*.md") if f"({page.name})" not in index + "(README.md)"]
 
 
+def test_every_page_has_its_place_in_the_sites_navigation() -> None:
+    navigation = (ROOT / "launch/site/mkdocs.yml").read_text(encoding="utf-8")
+    assert not [page.name for page in ROOT.glob("docs/*.md") if f": {page.name}\n" not in navigation]
+
+
 @pytest.mark.parametrize("name", ["architecture.md", "CONTRIBUTING.md"])
 def test_files_that_a_page_names_are_there(name: str) -> None:
     named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
