@@ -21,7 +21,7 @@ _JUDGED = (
     "-reward.model -reward.judge -reward.max_error_rate"
 )
 _OF_PAIRS = f"{_TRAINED} -resources.generation eval.interval eval.before_train eval.max_rows"
-_ALONE = f"{_MODELS_AND_ROWS} -data.train -data.shuffle -resources.update"
+_ALONE = f"{_MODELS_AND_ROWS} -data.train -data.split -data.max_rows -data.shuffle -resources.update"
 
 _READ: Mapping[str, frozenset[str]] = {
     verb: frozenset(keys.split())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from spmdrl.dataflow.data.column_names import (
@@ -22,8 +23,9 @@ from spmdrl.dataflow.data.column_names import (
     is_empty,
 )
 from spmdrl.dataflow.data.formats import BadRow, Flaw, Record
+from spmdrl.dataflow.data.hub_data import HUB_SCHEME
 from spmdrl.dataflow.data.published import published_columns
-from spmdrl.dataflow.data.records import BadRows, data_files, is_made, read_records
+from spmdrl.dataflow.data.records import BadRows, data_files, has_splits, is_made, read_records
 from spmdrl.engines.models.renderer import Answer
 from spmdrl.nouns.settings.data_config import DataConfig, DataSource, data_sources
 
@@ -97,9 +99,14 @@ def read_rows(
     """
     sources = data_sources(paths, key)
     if not sources:
-        raise ValueError(f"{key} is not set; name a data file, such as one of JSON lines, or a synthetic:// URL")
-    _refuse_files_named_twice(sources, key)
-    checked = [_read_source(source, config, needs or RowNeeds()) for source in sources]
+        raise ValueError(f"{key} is not set; name a data file, such as one of JSON lines, or a hub:// URL")
+    splits = _splits_of(sources, config, key)
+    _refuse_files_named_twice(sources, splits, key)
+    most_rows = config.max_rows if key == "data.train" else None
+    checked = [
+        _read_source(source, islice(read_records(source.path, split), most_rows), config, needs or RowNeeds())
+        for source, split in zip(sources, splits, strict=True)
+    ]
     bad = [row for part in checked for row in part.skipped]
     if bad and config.on_bad_row == "error":
         alike = {part.source.path: list(part.skipped) for part in checked if part.is_of_wrong_kind}
@@ -122,19 +129,44 @@ def rows_of_prompts(prompts: Sequence[str]) -> SourceRows:
     return SourceRows(DataSource("the command line"), rows, (), {})
 
 
-def _refuse_files_named_twice(sources: tuple[DataSource, ...], key: str) -> None:
-    files = [file for source in sources if not is_made(source.path) for file in data_files(source.path)]
+def _splits_of(sources: Sequence[DataSource], config: DataConfig, key: str) -> list[str | None]:
+    """Return the split to read of each source; None for its only one. Raises ValueError if none has the one named."""
+    name, given, other = (
+        ("split", config.split, "train") if key == "data.train" else ("eval_split", config.eval_split, "test")
+    )
+    having = [has_splits(source.path) for source in sources]
+    if given is not None and not any(having):
+        raise ValueError(
+            f"data.{name} is {given}, but {key} names neither a data set of the hub nor a folder, which alone have "
+            "splits; leave it out, or name one"
+        )
+    of_hub = given or other
+    return [
+        of_hub if source.path.startswith(HUB_SCHEME) else given if is_folder else None
+        for source, is_folder in zip(sources, having, strict=True)
+    ]
+
+
+def _refuse_files_named_twice(sources: Sequence[DataSource], splits: Sequence[str | None], key: str) -> None:
+    files = [
+        file
+        for source, split in zip(sources, splits, strict=True)
+        if not is_made(source.path)
+        for file in data_files(source.path, split).values()
+    ]
     twice = [str(file) for file, count in Counter(file.resolve() for file in files).items() if count > 1]
     if twice:
         raise ValueError(f"{key} names {twice[0]} twice, by itself and in a folder or pattern; name it once")
 
 
-def _read_source(source: DataSource, config: DataConfig, needs: RowNeeds) -> SourceRows:
+def _read_source(
+    source: DataSource, records: Iterable[Record | BadRow], config: DataConfig, needs: RowNeeds
+) -> SourceRows:
     rows: list[Row] = []
     bad: list[BadRow] = []
     names: Counter[str] = Counter()
     places: dict[str, str] = {}
-    for record in read_records(source.path):
+    for record in records:
         if isinstance(record, BadRow):
             bad.append(record)
             continue

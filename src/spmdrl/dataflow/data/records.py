@@ -1,4 +1,4 @@
-"""Raw records of a data path: a file, a folder, a pattern of file names, or generated rows."""
+"""Raw records of a data path: a file, a folder, a pattern of file names, a data set of the hub, or generated rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from spmdrl.dataflow.data.formats import NAMES, BadRow, Record, read_file, suffix_of
 from spmdrl.dataflow.data.gym_rows import gym_rows
+from spmdrl.dataflow.data.hub_data import HUB_SCHEME, hub_files
+from spmdrl.dataflow.data.split_files import NOT_ROWS, README, files_of_split
 from spmdrl.dataflow.data.synthetic import SCHEME, synthetic_rows
 from spmdrl.engines.reward.gym_tasks import GYM_SCHEME
 from spmdrl.observability.terminal.spelling import nearest
@@ -17,8 +19,6 @@ from spmdrl.observability.terminal.spelling import nearest
 _NUM_SHOWN, _NUM_PLACES = 20, 3
 _OF_A_ROW = re.compile(r"'[^']*'|\d+")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Files beside the rows in folders of data sets.
-_NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 class BadRows(ValueError):
@@ -57,22 +57,33 @@ def is_made(path: str) -> bool:
     return path.startswith((SCHEME, GYM_SCHEME))
 
 
-def read_records(path: str) -> Iterator[Record | BadRow]:
-    """Yield the rows of all files of a data path, in order; anything but an object becomes a BadRow."""
+def has_splits(path: str) -> bool:
+    """Return True for a data set of the hub, and for a folder."""
+    return path.startswith(HUB_SCHEME) or Path(path).expanduser().is_dir()
+
+
+def read_records(path: str, split: str | None = None) -> Iterator[Record | BadRow]:
+    """Yield the rows of all files of a data path, in order; anything but an object becomes a BadRow.
+
+    `split` chooses files of a folder, and is needed for a data set of the hub.
+    """
     if is_made(path):
         rows = gym_rows(path) if path.startswith(GYM_SCHEME) else synthetic_rows(path)
         return (Record(f"{path}:{number}", row, path) for number, row in enumerate(rows, 1))
-    files = data_files(path)
-    if files == [Path(path).expanduser()]:
-        return read_file(path, files[0])
-    return chain.from_iterable(read_file(str(file), file) for file in files)
+    return chain.from_iterable(read_file(name, file) for name, file in data_files(path, split).items())
 
 
-def data_files(path: str) -> list[Path]:
-    """Return the files of a data path by name. Raises ValueError if there is none, or for an unsupported one."""
+def data_files(path: str, split: str | None = None) -> dict[str, Path]:
+    """Return the files of a data path, in order, by the names that their rows have in messages.
+
+    Raises ValueError if there is none, or for an unsupported one.
+    """
+    if path.startswith(HUB_SCHEME):
+        assert split is not None, f"{path} is read without a split"
+        return hub_files(path, split)
     named = Path(path).expanduser()
     if named.is_dir():
-        files = _files_of_folder(path, named)
+        files = _files_of_folder(path, named) if split is None else _files_of_folders_split(path, named, split)
     elif not named.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(str(named), recursive=True)) if Path(name).is_file()]
         if not files:
@@ -85,11 +96,11 @@ def data_files(path: str) -> list[Path]:
             raise ValueError(_no_such_file(file))
         if suffix_of(file) is None:
             raise ValueError(f"data file {file} isn't read: its name must end in {NAMES}; convert or rename it")
-    return files
+    return {path: named} if files == [named] else {str(file): file for file in files}
 
 
 def _files_of_folder(path: str, folder: Path) -> list[Path]:
-    files = [file for file in sorted(folder.iterdir()) if suffix_of(file) and file.name not in _NOT_ROWS]
+    files = [file for file in sorted(folder.iterdir()) if suffix_of(file) and file.name not in NOT_ROWS]
     names = ", ".join(file.name for file in files) or "none"
     if not files:
         raise ValueError(f"data path {path} is a folder with no file that is read ({NAMES})")
@@ -97,9 +108,16 @@ def _files_of_folder(path: str, folder: Path) -> list[Path]:
     if len(splits) > 1 or len({suffix_of(file) for file in files}) > 1:
         raise ValueError(
             f"data path {path} is a folder of several kinds of files: {names}; name one, or a pattern such as "
-            f"{folder / ('*' + ''.join(files[0].suffixes))}"
+            f"{folder / ('*' + ''.join(files[0].suffixes))}, or a split by data.split (data.eval_split)"
         )
     return files
+
+
+def _files_of_folders_split(path: str, folder: Path, split: str) -> list[Path]:
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    readme = folder / README
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    return [folder / name for name in files_of_split(names, text, split, None, f"data path {path}")]
 
 
 def _no_such_file(file: Path) -> str:
@@ -112,7 +130,7 @@ def _no_such_file(file: Path) -> str:
     close = nearest(file.name, siblings)
     if close is not None:
         return f"there is no data file {file}; did you mean {file.parent / close}?"
-    hint = f"there is no data file {file}; data is read from local files, and synthetic:// and reasoning_gym:// URLs"
+    hint = f"there is no data file {file}; data is local files, and hub://, synthetic:// and reasoning_gym:// URLs"
     if _HUB_NAME.fullmatch(str(file)) and suffix_of(file) is None:
-        hint += f"; fetch a data set of the hub first: hf download --repo-type dataset {file} --local-dir DIR"
+        hint += f"; a data set of the hub is {HUB_SCHEME}{file}"
     return hint

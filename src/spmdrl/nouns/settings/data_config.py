@@ -135,11 +135,18 @@ class DataConfig:
     """Sources of prompts, and how they are read."""
 
     train: Any = None
-    """training data: a file, a folder, a pattern such as data/*.jsonl, or a synthetic:// or reasoning_gym:// URL; or a
-    list of these, or of {path, weight, format}, where weight is the source's share of the prompts, and format stands
-    for data.format"""
+    """training data: a file, a folder, a pattern such as data/*.jsonl, a data set of the hub such as
+    hub://openai/gsm8k?config=main, or a synthetic:// or reasoning_gym:// URL; or a list of these, or of {path, weight,
+    format}, where weight is the source's share of the prompts, and format stands for data.format"""
     eval: Any = None
     """held-out data, in the same forms"""
+    split: str | None = None
+    """split of folders and hub:// URLs in data.train, by the data set's README or the files' names; null: train of the
+    hub's, and folders hold only one; a URL's own (?split=...) wins"""
+    eval_split: str | None = None
+    """the same for data.eval; null: test of the hub's"""
+    max_rows: Annotated[int, Ge(1)] | None = None
+    """number of first rows to use of each source of data.train; null: all"""
     max_prompt_length: Annotated[int, Ge(1)] = 512
     """longest prompt in tokens; a longer one is a bad row"""
     on_bad_row: Literal["error", "skip"] = "error"
