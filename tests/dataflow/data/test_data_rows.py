@@ -3,6 +3,7 @@
 import json
 import os
 
+import duckdb
 import pytest
 
 from spmdrl.dataflow.data.data_rows import RowNeeds, read_rows
@@ -184,25 +185,54 @@ def test_nothing_to_read_is_an_error(tmp_path):
         rows_of(written(tmp_path, "{"), on_bad_row="skip")
 
 
-def test_parquet_rows_are_read_like_jsonl_or_name_what_to_install(tmp_path):
-    path = tmp_path / "data.parquet"
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        path.write_bytes(b"PAR1")
-        with pytest.raises(ValueError, match=r"pip install -e '.\[parquet\]'"):
-            rows_of(str(path))
-        return
-    messages = [{"role": "user", "content": "1+1="}]
-    values = [
-        {"prompt": messages, "reward_model": {"ground_truth": "2"}, "x": 1.0},
-        {"prompt": messages, "x": float("nan")},
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path)
+MESSAGES = [{"role": "user", "content": "1+1="}]
+PARQUET_ROWS = [
+    {"prompt": MESSAGES, "reward_model": {"ground_truth": "2", "style": None}, "x": 1.0, "tags": ["a", "b"]},
+    {"prompt": MESSAGES, "x": float("nan")},
+]
+
+
+def check_parquet_rows(path):
     part = rows_of(str(path), on_bad_row="skip")
-    assert [(row.prompt, row.answer, row.columns["x"]) for row in part.rows] == [(messages, "2", 1.0)]
+    assert [(row.prompt, row.answer, row.columns["x"]) for row in part.rows] == [(MESSAGES, "2", 1.0)]
+    assert part.rows[0].columns["tags"] == ["a", "b"] and "split" not in part.rows[0].columns
     assert [(bad.place, bad.kind) for bad in part.skipped] == [(f"{path}:2", "no_answer")]
+
+
+def test_parquet_rows_are_read_like_jsonl(tmp_path):
+    lines = written(tmp_path, *PARQUET_ROWS)
+    # Names that would be a pattern, and a folder that would be a column.
+    path = tmp_path / "split=train" / "data[1]*.parquet"
+    path.parent.mkdir()
+    duckdb.sql(f"copy (select * from read_json('{lines}')) to '{path}' (format parquet)")
+    check_parquet_rows(path)
+    num_rows = 3000
+    duckdb.sql(f"copy (select cast(range as text) as prompt from range({num_rows})) to '{path}' (row_group_size 1000)")
+    rows = rows_of(str(path), needs_answer=False).rows
+    assert [row.prompt for row in rows] == [str(number) for number in range(num_rows)]
+    assert rows[-1].place == f"{path}:{num_rows}"
+
+
+def test_parquet_by_arrow_is_read_with_each_of_its_types(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(PARQUET_ROWS), path)
+    check_parquet_rows(path)
+    columns = {
+        "prompt": pyarrow.array(["a", "b"], pyarrow.large_string()),
+        "label": pyarrow.array(["1", "2"]).dictionary_encode(),
+        "none": pyarrow.nulls(2),
+        "level": pyarrow.array([1, None], pyarrow.int8()),
+        "big": pyarrow.array([2**64 - 1, 0], pyarrow.uint64()),
+        "scores": pyarrow.array([[0.5, 1.0], []], pyarrow.list_(pyarrow.float32())),
+        "image": pyarrow.array([{"bytes": b"x", "path": None}, None]),
+        "calls": pyarrow.array([[{"name": "f", "arguments": {"x": 1}}], None]),
+    }
+    parquet.write_table(pyarrow.table(columns), path)
+    rows = rows_of(str(path)).rows
+    expected = [{**row, "answer": row["label"]} for row in pyarrow.table(columns).to_pylist()]
+    assert [{"prompt": row.prompt, **row.columns} for row in rows] == expected
 
 
 def test_nan_is_a_missing_value_wherever_it_stands(tmp_path):

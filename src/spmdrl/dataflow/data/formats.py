@@ -6,6 +6,7 @@ Until rows are kept, memory is bounded by the longest allowed row.
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import json
 import zlib
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.dataflow.data.json_array import array_values, repeated_key
-from spmdrl.runtime.installed import how_to_install
 
 MOST_ROW_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 # Text packs to a twentieth of its size; a file that packs far better holds nothing but repetitions.
 _MOST_GROWTH = 100
 _GROWTH_FROM_BYTES = 4 << 20
+_ROWS_AT_ONCE = 1024
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -200,17 +201,21 @@ def _csv_lines(path: str, chunks: Iterator[bytes]) -> Iterator[str]:
 
 
 def _read_parquet(path: str, file: Path) -> Rows:
-    try:
-        import pyarrow.parquet  # an optional back end
-    except ImportError as error:
-        raise ValueError(f"reading {path} needs pyarrow; {how_to_install('parquet')}, or make it JSONL") from error
+    # Imported here because only parquet needs it.
+    import duckdb
+
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-            for values in batch.to_pylist():
-                number += 1
-                yield Record(f"{path}:{number}", values, path)
-    except (pyarrow.ArrowException, OSError) as error:
+        # Without threads of its own, and without columns made of the names of folders.
+        with duckdb.connect(config={"threads": 1}) as database:
+            query = "select * from read_parquet(?, hive_partitioning = false)"
+            found = database.execute(query, [glob.escape(str(file))])
+            names = [column[0] for column in found.description]
+            while rows := found.fetchmany(_ROWS_AT_ONCE):
+                for values in rows:
+                    number += 1
+                    yield Record(f"{path}:{number}", dict(zip(names, values, strict=True)), path)
+    except duckdb.Error as error:
         words = str(error).splitlines()[0]
         raise ValueError(
             f"data file {path} can't be read: {words}; it is no whole parquet file, copy it again"
