@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 VERBS = ("train", "sft", "preferences", "reward-model", "eval", "generate", "replay")
 BASE = ["model.make={}", "seed=1"]
 LEAVES = tuple(dict.fromkeys(key.name for key in schema(Config) if not key.sections))
+OF_STEPS = [key for keys in STEPS.values() for key in keys]
 # A list of lists is a value of no key.
 WRONG = "[[wrong]]"
 
@@ -35,10 +36,10 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_key_given_alone_is_one_that_the_verb_reads_or_refuses(verb: str) -> None:
     # A verb's steps are given alone: with them, a command line may serve several verbs.
-    keys = [key for key in LEAVES if key not in ("model.make", "seed", "algo.name", *STEPS.values())]
+    keys = [key for key in LEAVES if key not in ("model.make", "seed", "algo.name", *OF_STEPS)]
     # Fewer at a time than a refusal shows, and of several sections, each of which refuses but one key.
     apart = [keys[start :: len(keys) // 8] for start in range(len(keys) // 8)]
-    for some in [*apart, *([key] for key in STEPS.values())]:
+    for some in [*apart, *([key] for key in OF_STEPS)]:
         message = refusal(verb, *(f"{key}={WRONG}" for key in some))
         for key in some:
             assert (f"command line: {key} isn't read by {verb}; " in message) != is_read(verb, key), key

@@ -30,7 +30,7 @@ from spmdrl.nouns.settings.model_config import LoraConfig, ModelConfig
 from spmdrl.nouns.settings.reward_config import EnvironmentConfig, RewardConfig
 from spmdrl.nouns.settings.role_configs import CriticConfig, JudgeConfig, ReferenceConfig, TeacherConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
-from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
+from spmdrl.nouns.settings.training_config import Epochs, OptimConfig, TrainingConfig
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.layout import ResourcesConfig
 from spmdrl.runtime.screen import safe_text
@@ -41,16 +41,30 @@ class OfflineConfig:
     """Steps of a verb that trains on data alone."""
 
     max_steps: Annotated[int, Ge(0)] = 0
-    """number of optimizer steps; in `train`, sft.max_steps > 0 is supervised training before the first step"""
+    """number of optimizer steps; 0: as epochs says; in `train`, either of sft's is supervised training before the first
+    step"""
+    epochs: Epochs | None = None
+    """number of passes over the rows of data.train, in whole steps, the last one filled up with rows of the next pass;
+    max_steps, where it is set too, decides"""
     rows_per_step: Annotated[int, Ge(1)] = 64
     """number of rows, or pairs, per optimizer step, over all ranks"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """the optimizer"""
 
+    @property
+    def trains(self) -> bool:
+        """True if there are steps."""
+        return self.max_steps > 0 or self.epochs is not None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps, if no epochs decide it."""
+        return self.max_steps
+
 
 @dataclass(frozen=True)
 class SftConfig(OfflineConfig):
-    """Supervised training: the `sft` verb, and `train` before its first step if `max_steps` > 0."""
+    """Supervised training: the `sft` verb, and `train` before its first step if `max_steps` or `epochs` is set."""
 
     rows_per_step: Annotated[int, Ge(1)] = 256
     turns: Literal["last", "all"] = "last"

@@ -184,12 +184,13 @@ def _refused_keys(
     for written in unread:
         users = [other for other in STEPS if is_read(other, written.key)]
         is_override = written.given.origin == COMMAND_LINE
-        shared = everywhere if verb in STEPS and STEPS[verb] in everywhere else set[str]() if is_override else in_files
-        if any(STEPS[user] in shared for user in users) or not (is_override or verb in STEPS):
+        is_shared = not everywhere.isdisjoint(STEPS.get(verb, ()))
+        shared = everywhere if is_shared else set[str]() if is_override else in_files
+        if not all(shared.isdisjoint(STEPS[user]) for user in users) or not (is_override or verb in STEPS):
             continue
         own = counterpart(verb, written.key, keys)
         ways = [f"set {own}" if own else "leave it out"]
-        ways += [f"a file that {user} uses too has {STEPS[user]}" for user in users[:1] if not is_override]
+        ways += [f"a file that {user} uses too has {STEPS[user][0]}" for user in users[:1] if not is_override]
         name = f"{written.spelling} ({written.key})" if written.alias else written.key
         yield f"{written.given.origin}: {name} isn't read by {verb}; {'; '.join(ways)}"
 

@@ -28,8 +28,9 @@ FILE.yaml --all` prints every key with its value and where that comes from; a ru
 
 Each verb reads its own keys: `sft` learns at `sft.optim.lr`, not at `optim.lr`. A key that the verb doesn't read is
 refused with the one that it reads. One file may serve several verbs: beside `train.max_steps`, `sft.max_steps`,
-`preferences.max_steps` or `reward_model.max_steps` it may have all keys of that verb, and so may a command line with
-the steps of both; `eval` and `generate` take the file of any run. The start then prints what isn't read.
+`preferences.max_steps` or `reward_model.max_steps` (or `epochs` there) it may have all keys of that verb, and so may a
+command line with the steps of both; `eval` and `generate` take the file of any run. The start then prints what isn't
+read.
 
 [config.schema.json](config.schema.json) (`help --schema`) holds the same as JSON schema. Editors with a YAML language
 server complete and check the keys of files that begin with a line such as

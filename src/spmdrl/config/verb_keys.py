@@ -8,8 +8,9 @@ from spmdrl.config.given import within
 
 _MODELS_AND_ROWS = "model data run seed resources"
 _TRAINED = (
-    f"{_MODELS_AND_ROWS} resume lora train -train.max_steps -train.updates_per_step -train.epochs_per_step "
-    "-train.skip_zero_advantage -train.routing.replay checkpoint -checkpoint.keep_rollouts log -log.samples_per_step"
+    f"{_MODELS_AND_ROWS} resume lora train -train.max_steps -train.epochs -train.updates_per_step "
+    "-train.epochs_per_step -train.skip_zero_advantage -train.routing.replay checkpoint -checkpoint.keep_rollouts log "
+    "-log.samples_per_step"
 )
 _ANSWERS = (
     "rollout -rollout.prompts_per_step -rollout.num_generations -rollout.partial_max_rounds "
@@ -41,12 +42,12 @@ _READ: Mapping[str, frozenset[str]] = {
 
 OWN = {"sft": "sft", "preferences": "preferences", "reward-model": "reward_model"}
 """section of a verb that trains on data alone: its steps, its optimizer"""
-STEPS = {"train": "train.max_steps"} | {verb: f"{section}.max_steps" for verb, section in OWN.items()}
-"""key of the steps of each verb that trains; a file with it may have all keys of that verb"""
+STEPS = {verb: (f"{section}.max_steps", f"{section}.epochs") for verb, section in {"train": "train", **OWN}.items()}
+"""keys of the steps of each verb that trains; a file with one may have all keys of that verb"""
 # Counterparts with another name.
 _SAME = {
     "rollout.prompts_per_step": "rows_per_step", "algo.kl_coef": "beta", "algo.loss_agg": "loss_type",
-    "rollout.num_generations": "num_samples",
+    "rollout.num_generations": "num_samples", "train.epochs_per_step": "epochs",
 }  # fmt: skip
 
 

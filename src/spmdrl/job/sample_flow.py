@@ -35,7 +35,7 @@ class SampleFlow:
         rollout = config.rollout
         rules = RoundRules(
             rollout.prompts_per_step, rollout.extra_prompts, rollout.partial_max_rounds,
-            num_steps=config.train.max_steps, num_refills=checked.algorithm.max_refills,
+            num_steps=checked.num_steps, num_refills=checked.algorithm.max_refills,
         )  # fmt: skip
         self.pending = PendingGroups(rules, mesh)
         self.history = LengthHistory(is_main=world.is_main)

@@ -46,8 +46,10 @@ class Training:
 
 def build(checked: CheckedRun, run: Run, stack: ExitStack) -> Training:
     """Build the layers bottom-up; resources are closed with the stack. Collective over all ranks."""
-    config, world = checked.config, run.world
+    world = run.world
     prepared = prepare_together(checked, world, run.console)
+    checked = run.counted(len(prepared.prompts))
+    config = checked.config
     admitted = admit(checked, prepared.sources, world, run.console)
     print_banner(checked, prepared, world, run.console)
     tokenizer, prompts = prepared.tokenizer, prepared.prompts

@@ -77,7 +77,8 @@ def refuse_what_ranks_would(
     """Return the config, and all other inputs of a verb's ranks; raises their errors before the start."""
     loaded = with_settings_of_run(loaded, verb)
     checked = check_run(loaded, verb, prompts, launch=planned)
-    return loaded, checked, prepare_without_weights(checked)
+    prepared = prepare_without_weights(checked)
+    return loaded, checked if prepared.train_prompts is None else checked.counted(len(prepared.prompts)), prepared
 
 
 def _memory(needed: int, launch: LaunchEnvironment, kind: str, device_gib: int | None, *, is_here: bool) -> CheckLine:

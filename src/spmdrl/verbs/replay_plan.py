@@ -80,8 +80,8 @@ def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) 
     Raises ConfigError for settings that one process can't repeat.
     """
     config = loaded.value
-    if plan.step > config.train.max_steps:
-        raise ConfigError(f"--step is {plan.step}, but the run has {config.train.max_steps} steps")
+    if config.train.epochs is None and plan.step > config.train.num_steps:
+        raise ConfigError(f"--step is {plan.step}, but the run has {config.train.num_steps} steps")
     if plan.ranks > 1 and config.rollout.partial_max_rounds > 1:
         raise ConfigError(
             f"rollout.partial_max_rounds is {config.rollout.partial_max_rounds} and the run had {plan.ranks} ranks: "
@@ -105,7 +105,7 @@ def replay_config(loaded: LoadedConfig[Config], plan: ReplayPlan, folder: Path) 
         **whole,
         run=replace(config.run, dir=str(folder)),
         model=config.model if made is None else replace(config.model, path=str(made), make=None),
-        sft=replace(config.sft, max_steps=0),
+        sft=replace(config.sft, max_steps=0, epochs=None),
         data=replace(config.data, eval=None),
         eval=replace(config.eval, interval=0, before_train=False),
         checkpoint=replace(config.checkpoint, interval=0, keep_rollouts=False, best=None, keep_best=None),

@@ -37,9 +37,9 @@ def main(loaded: LoadedConfig[Config], verb: Verb) -> int:
 
 
 def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
-    """Train on answers first if `sft.max_steps` > 0, in a run of its own below this one's folder. Collective."""
+    """Train on answers first if `sft` has steps, in a run of its own below this one's folder. Collective."""
     config = checked.config
-    if config.sft.max_steps == 0:
+    if not config.sft.trains:
         return checked
     folder = config.run.folder / WARM_START
     inner = replace(
@@ -55,7 +55,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
     console = Console(enabled=world.is_main)
     model = finished_model(folder, world)
     if model is None:
-        console.note(f"--- first sft: up to {config.sft.max_steps} supervised steps on the answers, a warm start ---")
+        console.note(f"--- first sft: up to {warm_start.length} on the answers, a warm start ---")
         train_supervised(warm_start, world)
         request.begin_set_up()
         # FSDP2's parts refer to each other in cycles, which would keep these weights on the device beside the next.
@@ -68,7 +68,7 @@ def warm_started(checked: CheckedRun, world: World) -> CheckedRun:
             admit(warm_start, {POLICY: prepare_model(inner, world)}, world, console)
     if model is None:
         raise ConfigError(f"the warm start left no checkpoint in {folder}: the disk refused it; free some")
-    console.note(f"--- now {config.algo.name}: {config.train.max_steps} steps with rewards, from {model} ---")
+    console.note(f"--- now {config.algo.name}: {checked.length} with rewards, from {model} ---")
     return replace(checked, config=replace(config, model=replace(config.model, path=str(model), make=None)))
 
 
@@ -78,6 +78,7 @@ def train_supervised(checked: CheckedRun, world: World) -> None:
     with recording_failure(run), ExitStack() as stack:
         with start_up():
             prepared = prepare_together(checked, world, run.console)
+            checked = run.counted(len(prepared.prompts))
             admitted = admit(checked, prepared.sources, world, run.console)
             print_banner(checked, prepared, world, run.console)
             with run.console.doing("loading the weights"):

@@ -34,7 +34,7 @@ def main(loaded: LoadedConfig[Config], *, plan_device: str | None = None) -> int
     started = time.perf_counter()
     config, checked = loaded.value, check_run(loaded, verb="train")
     is_here = config.model.path is None or Path(config.model.path).expanduser().is_dir()
-    if config.sft.max_steps and is_here and not (config.run.folder / WARM_START).exists():
+    if config.sft.trains and is_here and not (config.run.folder / WARM_START).exists():
         # Errors of the steps with rewards are raised before the supervised ones.
         prepare_without_weights(checked)
     set_kernels(config.debug)

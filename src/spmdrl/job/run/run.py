@@ -54,10 +54,10 @@ class Run:
         self.world = world
         self.folder = checked.config.run.folder
         self.console = Console(enabled=world.is_main)
-        self.num_steps = checked.num_steps
         self.start_step = 0
         """last step before this job"""
         self.checked = checked
+        self.num_steps = checked.num_steps
         self._record = RunRecord(0, {})
         self.has_begun = False
         self._started = time.perf_counter() if started is None else started
@@ -65,6 +65,12 @@ class Run:
         self._startup_seconds: float | None = None
         self.lower_limit: Callable[[], str] = str
         """lets the next attempt begin with fewer tokens per micro-batch; returns a description"""
+
+    def counted(self, num_rows: int) -> CheckedRun:
+        """Return the run's settings with its number of steps, which epochs over so many rows may decide."""
+        self.checked = self.checked.counted(num_rows)
+        self.num_steps = self.checked.num_steps
+        return self.checked
 
     def resume(self, admitted: Resuming, state: Savable) -> None:
         """Read the chosen checkpoint, and begin to write into the folder. `state` is saved in checkpoints."""

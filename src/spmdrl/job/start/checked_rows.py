@@ -28,7 +28,7 @@ def with_rows(checked: CheckedRun) -> CheckedRun:
     # `generate` judges nothing, and `sft` only its evaluations.
     are_judged = verb in ("train", "eval") or (verb == "sft" and config.data.eval is not None)
     answers = are_judged and needs_answer(config.reward.functions)
-    train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.max_steps > 0)
+    train_needs = RowNeeds(answer=answers and verb != "sft", completion=verb == "sft" or config.sft.trains)
     eval_needs = RowNeeds(answer=answers)
     if verb in ON_PAIRS:
         margin_key = config.reward_model.margin_key if verb == "reward-model" else None

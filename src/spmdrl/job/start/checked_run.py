@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from spmdrl.algorithms.algorithm import Algorithm
 from spmdrl.config.config import Config, OfflineConfig
@@ -84,7 +85,29 @@ class CheckedRun:
 
     @property
     def num_steps(self) -> int:
-        return (self.offline or self.config.train).max_steps
+        """Steps of the run; of epochs only once their rows are `counted`."""
+        return (self.offline or self.config.train).num_steps
+
+    @property
+    def _epochs(self) -> float | None:
+        """Epochs that decide the number of steps."""
+        section = self.offline or self.config.train
+        return None if section.max_steps else section.epochs
+
+    @property
+    def length(self) -> str:
+        """Length of the run as text."""
+        return f"{self.num_steps} steps" if self._epochs is None else f"{self._epochs:g} epochs"
+
+    def counted(self, num_rows: int) -> CheckedRun:
+        """Return the run with its number of steps, if that depends on the number of rows to train on."""
+        section, epochs = self.offline or self.config.train, self._epochs
+        if epochs is None:
+            return self
+        # A product of decimals may be slightly more than a whole number.
+        num_steps = max(1, math.ceil(round(epochs * num_rows / self.rows_per_step, 6)))
+        counted: dict[str, Any] = {self.section: replace(section, max_steps=num_steps)}
+        return replace(self, config=replace(self.config, **counted))
 
     def rating(self, role: Role) -> Rating:
         """Return the rating that a model must give: the policy's place is that of the model being trained."""

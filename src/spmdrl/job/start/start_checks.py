@@ -21,9 +21,12 @@ from spmdrl.runtime.screen import waiting
 
 
 def _check_steps(checked: CheckedRun) -> None:
-    if checked.num_steps < 1:
+    if checked.offline is not None and not checked.offline.trains:
         key = f"{checked.section}.max_steps"
-        raise ValueError(f"{key} is 0, so the {checked.verb} verb has nothing to do; set it to the number of steps")
+        raise ValueError(
+            f"{key} is 0, so the {checked.verb} verb has nothing to do; set it to the number of steps, or "
+            f"{checked.section}.epochs"
+        )
 
 
 def _with_correction(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:

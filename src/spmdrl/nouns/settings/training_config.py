@@ -51,6 +51,8 @@ class RoutingConfig:
 
 
 Recompute = Literal["none", "full"]
+Epochs: TypeAlias = Annotated[float, Interval(gt=0, lt=math.inf)]
+DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ class TrainingConfig:
     # log-probs on accelerators, differ by rounding from those without sharing.
     share_prompts: ClassVar[bool] = True
 
-    max_steps: Annotated[int, Ge(1)] = 100
-    """number of steps of the whole run; each takes new prompts"""
+    max_steps: Annotated[int, Ge(1)] | None = None
+    """number of steps of the whole run; each takes new prompts; null: as epochs says, or 100"""
+    epochs: Epochs | None = None
+    """number of passes over the rows of data.train, in whole steps, the last one filled up with rows of the next pass;
+    max_steps, where it is set too, decides"""
     updates_per_step: Annotated[int, Ge(1)] = 1
     """number of optimizer steps that a step's samples are split over"""
     epochs_per_step: Annotated[int, Ge(1)] = 1
@@ -81,9 +86,14 @@ class TrainingConfig:
     """number of consecutive skipped updates (non-finite loss or gradient) after which the run stops; null: never"""
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the whole run, if no epochs decide it."""
+        return self.max_steps or DEFAULT_STEPS
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.max_steps * self.updates_per_step * self.epochs_per_step
+        return self.num_steps * self.updates_per_step * self.epochs_per_step
 
     def tokens_per_microbatch(self, device_kind: str) -> int:
         """Return the token budget of one micro-batch on this kind of device."""
