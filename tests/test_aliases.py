@@ -54,6 +54,8 @@ def settings(*overrides: str) -> dict[str, object]:
         (["kl_loss_type=low_var_kl", "algo.kl_in=loss"], {"algo.kl_estimator": "k3"}),
         (["loss_type=dr_grpo"], {"algo.loss_agg": "seq-mean-token-sum-norm"}),
         (["lr=1e-5", "max_steps=7", "weight_decay=0.1"], {"optim.lr": 1e-5, "train.max_steps": 7}),
+        (["num_train_epochs=2"], {"train.epochs": 2.0}),
+        (["warmup_ratio=0.1"], {"optim.warmup_ratio": 0.1}),
         (["bf16=true", "gradient_checkpointing=true"], {"model.dtype": "bfloat16"}),
         (
             ["actor_rollout_ref.actor.optim.lr=1e-6", "trainer.save_freq=8"],

@@ -18,6 +18,13 @@ def test_warmup_rises_linearly_and_then_stays():
     assert rates(OptimConfig(lr=4.0, warmup_steps=4), 6) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
 
 
+def test_a_share_of_all_steps_is_a_warmup_of_that_many_rounded_up():
+    assert rates(OptimConfig(lr=4.0, warmup_ratio=0.3), 10) == rates(OptimConfig(lr=4.0, warmup_steps=3), 10)
+    assert rates(OptimConfig(lr=4.0, warmup_ratio=0.31), 10) == rates(OptimConfig(lr=4.0, warmup_steps=4), 10)
+    with pytest.raises(ValueError, match="warmup_steps is 3 and warmup_ratio 0.1, but both set the length"):
+        OptimConfig(warmup_steps=3, warmup_ratio=0.1)
+
+
 def test_linear_falls_to_zero_at_the_last_step():
     assert rates(OptimConfig(lr=4.0, warmup_steps=1, schedule="linear"), 5) == [4.0, 4.0, 3.0, 2.0, 1.0, 0.0]
 

@@ -31,11 +31,12 @@ _LOSS = ""
 
 def learning_rate(config: OptimConfig, step: int, *, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, in a run of `num_steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup_steps = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
         return config.lr
-    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
     left = 1 - min(1.0, done)
     return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
 

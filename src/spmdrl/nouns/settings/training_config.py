@@ -28,8 +28,17 @@ class OptimConfig:
     """decoupled weight decay of all parameters per optimizer step, times the learning rate"""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """optimizer steps over which the learning rate rises linearly to its peak"""
+    warmup_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """the same as a share of all optimizer steps, rounded up, in place of warmup_steps"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """learning rate after the warm-up; constant: unchanged; linear, cosine: falls to 0 at the last step"""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio:g}, but both set the length "
+                "of the warm-up; set one of them to 0"
+            )
 
 
 DEFAULT_TOKENS_PER_MICROBATCH = 16384
