@@ -72,7 +72,7 @@ def test_every_config_fits_the_schema_and_names_it(path, validator) -> None:
         ({"optim": {"lr": "fast"}}, False),
         ({"optim": {"betas": [0.9]}}, False),
         ({"model": {"dtype": "bf16"}}, False),
-        ({"optimizer": {}}, False),
+        ({"optimiser": {}}, False),
     ],
 )
 def test_the_schema_takes_what_the_reader_takes(document, is_valid, validator) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.support.jobs import run_job, tiny_config
 
 from spmdrl.config.config import load_config
+from spmdrl.config.reader import ConfigError
 from spmdrl.dataflow.resharding.planning.slice_layouts import parameter_table, update_slices
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.protocol import Request
@@ -19,7 +20,7 @@ from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.estimates import estimate_lines, rank_bytes
 from spmdrl.job.start.prepared import prepare, source_without_making
 from spmdrl.job.start.start_checks import check_run
-from spmdrl.nouns.roles import POLICY
+from spmdrl.nouns.roles import CRITIC, POLICY
 from spmdrl.runtime.launch import LaunchEnvironment
 
 BASE = [
@@ -51,6 +52,22 @@ def test_one_rank_holds_the_whole_model_and_eight_an_eighth_or_a_little_more():
     # One replica per rank: an eighth of the rows beside the block for padding, and half the bytes per number.
     block_bytes = 2 * 2 * 32 * 16 * 4
     assert (part["kv_cache"] * 2 - block_bytes) * 8 == whole["kv_cache"] - block_bytes
+
+
+def test_muons_matrices_have_one_moving_average_in_place_of_two():
+    alone, eight = LaunchEnvironment(), LaunchEnvironment(world_size=8, local_world_size=8)
+    checked = checked_for(alone, "optim.name=muon", "critic={}", "algo.name=ppo")
+    decoder = decoder_config(checked.config.model.make)
+    elements = {name: math.prod(shape) for name, shape in parameter_table(decoder).shapes.items()}
+    matrices = sum(number for name, number in elements.items() if "_proj." in name)
+    decoders = {POLICY: decoder, CRITIC: decoder}
+    held = rank_bytes(checked, decoders, alone, "cpu")
+    assert held["optimizer"] == 8 * sum(elements.values()) - 4 * matrices
+    assert held["critic_optimizer"] == 8 * sum(elements.values())
+    part = rank_bytes(checked_for(eight, "optim.name=muon"), {POLICY: decoder}, eight, "cpu")
+    assert held["optimizer"] / 8 <= part["optimizer"] < held["optimizer"] / 8 * 1.1
+    with pytest.raises(ConfigError, match="optim.name is muon, but with lora"):
+        checked_for(alone, "optim.name=muon", "lora={}")
 
 
 STATES = {

@@ -159,7 +159,9 @@ def canonical(
             full = tuple(inner.split("."))
         for length in range(1, len(full) + 1):
             spelling = ".".join(full[:length])
-            if spelling in names.spellings and spelling not in names.keys:
+            # Text in place of a section, as in optim=adamw_torch.
+            is_text = length == len(full) and isinstance(given.value, str) and names.is_section(full)
+            if spelling in names.spellings and (is_text or spelling not in names.keys):
                 alias = names.spellings[spelling]
                 full = (alias.name,) if alias.is_relation else (*alias.key.split("."), *full[length:])
                 break

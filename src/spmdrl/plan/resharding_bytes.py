@@ -34,6 +34,7 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import buffer_dtypes, compute_dtype
 from spmdrl.engines.models.lora import is_adapter
+from spmdrl.engines.training.updater import means_bytes
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.batch import WeightSlice, whole_slice
@@ -43,8 +44,6 @@ from spmdrl.resources.layout import GenerationLayout
 from spmdrl.runtime.launch import LaunchEnvironment
 
 _FLOAT32_BYTES = torch.float32.itemsize
-# AdamW's two, in float32.
-_MEANS_BYTES = 2 * _FLOAT32_BYTES
 _ADAPTER = ".lora_A.weight"
 _MOST_PIECES = 1 << 14
 """An all-gather's buckets are planned up to about this number of pieces, which takes seconds."""
@@ -222,7 +221,7 @@ def _swapped(
         for box in boxes:
             num_elements, is_out = counts[box.name] * box.num_elements, box.name not in lent
             if role.is_trained and decoder.updates(box.name):
-                means = 0 if table.rules[box.name].is_buffer else _MEANS_BYTES
+                means = 0 if table.rules[box.name].is_buffer else means_bytes(checked.optim_of(role), box.name)
                 to_host += num_elements * (_FLOAT32_BYTES * is_out + means)
                 from_host += num_elements * (_FLOAT32_BYTES * is_out + means)
             else:

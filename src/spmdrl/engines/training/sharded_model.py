@@ -66,7 +66,8 @@ class ShardedModel:
         self.mesh = mesh
         self.parts = parts
         """Parts of each stage before FSDP2 shards it."""
-        self._part_of = {name: held for held in parts.values() for name in held.slices}
+        self.part_of = {name: held for held in parts.values() for name in held.slices}
+        """the same by weight"""
         self._buffers = {name for decoder in stages.values() for name, _ in decoder.named_buffers()}
         self._fsdp_modules = [m for decoder in stages.values() for m in decoder.modules() if isinstance(m, FSDPModule)]
         # The stage with the embedding counts as the holder of a tied head.
@@ -117,7 +118,7 @@ class ShardedModel:
 
     def shard_of(self, name: str, tensor: Tensor) -> Shard:
         """Return this rank's part of a weight, or of a gradient or mean that is cut like it."""
-        parts = self._part_of[name]
+        parts = self.part_of[name]
         box, first = parts.slices[name], name not in self._copies
         if self.mesh.tensor.size > 1:
             first = first and is_first(name, self.mesh.tensor, parts)
@@ -230,6 +231,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with torch.no_grad():
         return tensor.to_local()
+
+
+def sharding_axis(weight: Tensor, dim: int) -> Axis | None:
+    """Return the axis over which FSDP2 shards a weight along `dim`; None if it doesn't."""
+    if not isinstance(weight, DTensor) or weight.placements[-1] != TorchShard(dim):
+        return None
+    mesh, last = weight.device_mesh, weight.device_mesh.ndim - 1
+    return Axis("shards", mesh.size(last), mesh.get_local_rank(last), mesh.get_group(last), ())
 
 
 def local_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

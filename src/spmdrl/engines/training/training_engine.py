@@ -239,11 +239,11 @@ class TrainingEngine:
             self.updater.drop_gradients()
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """Return AdamW's means, local parts, in the order of the parameters; step counts are negligible."""
+        """Return the optimizer's means, local parts, in the order of the parameters; step counts are negligible."""
         return [tensor for means in self.optimizer_state().values() for tensor in means.values()]
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return local exp_avg and exp_avg_sq by parameter name, cut like `named_shards`."""
+        """Return the optimizer's local means by parameter name and kind, cut like `named_shards`."""
         return {} if self.updater is None else self.updater.means()
 
     def check_weights_present(self, action: str) -> None:

@@ -1,4 +1,7 @@
-"""The optimizer's step of a training engine: loss, norm and metrics agreed on by all ranks, then AdamW over shards."""
+"""The optimizer's step of a training engine: loss, norm and metrics agreed on by all ranks, then AdamW over shards.
+
+Matrices of layers take Muon's step instead where the settings say so.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmdrl.engines.parallel.muon import MatrixPlace, Muon, is_matrix
 from spmdrl.engines.training.microbatch import MemoryRanOut
 from spmdrl.engines.training.packed_rows import LossTerms
 from spmdrl.engines.training.routers import RouterStatistics
-from spmdrl.engines.training.sharded_model import Shard, ShardedModel, local_tensor
+from spmdrl.engines.training.sharded_model import Shard, ShardedModel, local_tensor, sharding_axis
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.metrics import Recorder, Stat, table_of, totals_of
@@ -110,16 +114,24 @@ class UpdateResult:
     """True if loss or gradient was not finite, so that weights and optimizer were left unchanged."""
 
 
+def means_bytes(config: OptimConfig, name: str) -> int:
+    """Return the bytes of the optimizer's moving averages for each element of a weight, in float32."""
+    return (1 if config.name == "muon" and is_matrix(name) else 2) * torch.float32.itemsize
+
+
 class Updater:
-    """AdamW over one model's shards."""
+    """The optimizer over one model's shards."""
 
     def __init__(self, model: ShardedModel, config: OptimConfig, device: Device, *, num_updates: int):
-        """Allocate AdamW's means. `num_updates` counts the optimizer steps of the whole run, for the schedule."""
+        """Allocate the means. `num_updates` counts the optimizer steps of the whole run, for the schedule."""
         self._model, self._config, self._num_updates = model, config, num_updates
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._optimizer = build_optimizer(config, trained.values(), device)
-        # AdamW changes them in place, and a swap restores their storage.
-        self._means = {name: _means_of(self._optimizer.state[weight]) for name, weight in trained.items()}
+        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._matrices = {name for name in self._trained if config.name == "muon" and is_matrix(name)}
+        self._muon = self._make_muon() if self._matrices else None
+        others = [weight for name, weight in self._trained.items() if name not in self._matrices]
+        self._optimizer = build_optimizer(config, others, device)
+        # They are changed in place, and a swap restores their storage.
+        self._means = {name: self._means_of(name) for name in self._trained}
         self.step_count = 0
         """Optimizer steps made so far; skipped ones don't count."""
 
@@ -145,10 +157,11 @@ class Updater:
 
     def drop_gradients(self) -> None:
         """Free remaining gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
+        for weight in self._trained.values():
+            weight.grad = None
 
     def means(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return local exp_avg and exp_avg_sq by parameter name, cut like the weights."""
+        """Return the local moving averages by parameter name and kind, cut like the weights."""
         return self._means
 
     def set_step_count(self, step_count: int) -> None:
@@ -162,12 +175,25 @@ class Updater:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        if self._muon is not None:
+            weights = {name: local_tensor(self._trained[name]) for name in self._matrices}
+            found = {name: gradients[name].tensor for name in self._matrices & gradients.keys()}
+            self._muon.step(weights, found, lr=lr, weight_decay=self._config.weight_decay)
         self.step_count += 1
         activity.advance("optimizer steps")
 
+    def _make_muon(self) -> Muon:
+        weights = {name: weight for name, weight in self._trained.items() if name in self._matrices}
+        part_of = self._model.part_of
+        places = {name: MatrixPlace(part_of[name], sharding_axis(one, one.ndim - 2)) for name, one in weights.items()}
+        local = {name: local_tensor(weight) for name, weight in weights.items()}
+        return Muon(local, places, self._model.config, self._model.mesh.tensor)
 
-def _means_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {kind: local_tensor(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
+    def _means_of(self, name: str) -> dict[str, Tensor]:
+        if self._muon is not None and name in self._matrices:
+            return {"momentum_buffer": self._muon.means[name]}
+        state = self._optimizer.state[self._trained[name]]
+        return {kind: local_tensor(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def _agreed(squares: float, accumulated: Accumulated) -> tuple[float, dict[str, Stat]]:

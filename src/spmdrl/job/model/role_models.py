@@ -38,7 +38,7 @@ from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
 from spmdrl.job.run.savable import Savable, SavedParts
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.batch import whole_slice
-from spmdrl.nouns.roles import CRITIC, POLICY, Role
+from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.training_config import RoutingConfig
 from spmdrl.resources.mesh import UpdateMesh, join_update_mesh
@@ -200,21 +200,19 @@ def build_trainer(
 ) -> TrainingEngine:
     """Return a role's engine before its weights are loaded. Collective over the mesh."""
     config, critic = checked.config, checked.config.critic
-    optim, num_steps, temperature = checked.optim, checked.num_steps, config.rollout.temperature
+    num_steps, temperature = checked.num_steps, config.rollout.temperature
     training = config.train
     if checked.offline is not None:
         temperature = 1.0
         # These are the samples' of a step of rollouts.
         training = replace(training, updates_per_step=1, epochs_per_step=1)
-    elif critic is not None and role is CRITIC:
-        optim = critic.optim
     elif critic is not None and role is POLICY:
         num_steps = max(1, num_steps - critic.warmup_steps)
     routing = config.train.routing if role is POLICY else _routing_beside(config.train.routing, source.decoder)
     return TrainingEngine(
         source.decoder,
         replace(training, max_steps=num_steps, routing=routing),
-        optim,
+        checked.optim_of(role),
         mesh,
         world.device,
         frozen=not role.is_trained,

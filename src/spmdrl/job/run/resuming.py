@@ -255,8 +255,10 @@ CRITIC = "critic"
 TEACHERS_WEIGHTS = "the teacher's weights"
 REWARD_MODELS_WEIGHTS = "the reward model's weights"
 LORA = "lora"
+OPTIMIZER = "the optimizer"
+ADAPTERS = "the adapters at the start"
 JUDGES_WEIGHTS = "the judge's weights"
-OPTIONAL = (CRITIC, TEACHERS_WEIGHTS, REWARD_MODELS_WEIGHTS, JUDGES_WEIGHTS, LORA)
+OPTIONAL = (CRITIC, TEACHERS_WEIGHTS, REWARD_MODELS_WEIGHTS, JUDGES_WEIGHTS, LORA, OPTIMIZER, ADAPTERS)
 """keys that runs may lack"""
 
 
@@ -282,6 +284,9 @@ def identity_of(checked: CheckedRun, folders: Mapping[Role, Path]) -> dict[str, 
     if config.lora is not None:
         targets = ", ".join(sorted(config.lora.targets)) or "all projections"
         sizes[LORA] = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, {targets}"
+    # Runs that don't say use AdamW.
+    if "muon" in (names := [checked.optim_of(role).name for role in folders if role.is_trained]):
+        sizes[OPTIMIZER] = ", ".join(names)
     if config.data.on_bad_row == "skip":
         # It decides the set of rows.
         sizes["data.max_prompt_length"] = config.data.max_prompt_length

@@ -106,7 +106,9 @@ def _learnt(checked: CheckedRun) -> str:
 
 def _rate(config: OptimConfig) -> str:
     warm_up = f", {config.warmup_steps} steps of warm-up" if config.warmup_steps else ""
-    return f"lr {config.lr:g} ({config.schedule}{warm_up})"
+    warm_up = f", {config.warmup_ratio:.3g} of all steps warm-up" if config.warmup_ratio else warm_up
+    name = "" if config.name == "adamw" else f"{config.name}, "
+    return f"{name}lr {config.lr:g} ({config.schedule}{warm_up})"
 
 
 def _algorithm(config: AlgoConfig) -> str:

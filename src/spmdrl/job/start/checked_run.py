@@ -17,7 +17,7 @@ from spmdrl.dataflow.stages.schedule import Slot, schedule
 from spmdrl.dataflow.stages.update import Agreement, update_columns
 from spmdrl.engines.environment.environment_runner import EnvironmentFacts
 from spmdrl.nouns.batch import CreditSettings, WorkerState
-from spmdrl.nouns.roles import POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
+from spmdrl.nouns.roles import CRITIC, POLICY, REFERENCE, ROLES, TEACHER, Rating, Role
 from spmdrl.nouns.settings.training_config import OptimConfig
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout
 
@@ -82,6 +82,11 @@ class CheckedRun:
     def optim(self) -> OptimConfig:
         """Optimizer of the model being trained."""
         return (self.offline or self.config).optim
+
+    def optim_of(self, role: Role) -> OptimConfig:
+        """Return the optimizer of a trained model."""
+        critic = self.config.critic
+        return critic.optim if critic is not None and role is CRITIC else self.optim
 
     @property
     def num_steps(self) -> int:

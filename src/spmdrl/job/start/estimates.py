@@ -19,6 +19,7 @@ from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.models.lora import is_adapter
 from spmdrl.engines.models.mixers import StateKind
+from spmdrl.engines.training.updater import means_bytes
 from spmdrl.job.model.replica import generation_engine_name, groups_at_once
 from spmdrl.job.run.run_folder import num_parameters, num_trained
 from spmdrl.job.start.checked_run import TRAINED, CheckedRun
@@ -29,8 +30,6 @@ from spmdrl.observability.terminal.units import bytes_text, count
 from spmdrl.runtime.launch import LaunchEnvironment
 
 _FLOAT32_BYTES = 4
-# AdamW's two moments, in float32.
-_OPTIMIZER_BYTES = 8
 
 
 def rank_bytes(
@@ -60,7 +59,8 @@ def rank_bytes(
             held[role.base] = _most_elements(slices, lambda name: not policy.updates(name)) * computed
         # One model is updated at a time.
         held["gradients"] = max(held.get("gradients", 0), num_trained * _FLOAT32_BYTES)
-        held[role.optimizer] = num_trained * _OPTIMIZER_BYTES
+        each = {name: decoder.updates(name) * means_bytes(checked.optim_of(role), name) for name in table.rules}
+        held[role.optimizer] = _most_elements(slices, each.__getitem__)
     if checked.offline is None or (checked.verb == "sft" and checked.eval_rows):
         held["generation_weights"] = _most_elements(_generated(checked, policy, launch, device_kind)) * computed
         num_generating = len(checked.sets_of(launch.world_size)[1])
@@ -92,11 +92,9 @@ def _kept_bytes(checked: CheckedRun, policy: DecoderConfig, launch: LaunchEnviro
     return num_elements * compute_dtype(checked.config.model, device_kind).itemsize
 
 
-def _most_elements(
-    slices_of_ranks: Iterable[Sequence[WeightSlice]], of: Callable[[str], bool] = lambda name: True
-) -> int:
-    """Count elements of the weights, or `of` some, on the rank that holds most of them."""
-    return max(sum(box.num_elements for box in slices if of(box.name)) for slices in slices_of_ranks)
+def _most_elements(slices_of_ranks: Iterable[Sequence[WeightSlice]], of: Callable[[str], int] = lambda name: 1) -> int:
+    """Count elements of the weights, each `of` times, on the rank that holds most of them."""
+    return max(sum(box.num_elements * of(box.name) for box in slices) for slices in slices_of_ranks)
 
 
 def _cache_blocks(

@@ -46,6 +46,14 @@ def _with_correction(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:
     return replace(loaded, value=replace(config, algo=algo), origin=origin)
 
 
+def _check_optimizer(checked: CheckedRun) -> None:
+    if checked.config.lora is not None and checked.optim.name == "muon":
+        raise ValueError(
+            "optim.name is muon, but with lora only an adapter's two factors are trained, and orthogonal steps of each "
+            "are none of their product; set it to adamw"
+        )
+
+
 Check = Callable[[CheckedRun], CheckedRun | None]
 """Raises ValueError if a run can't start; returns the run with the check's findings, if they are part of it."""
 
@@ -57,6 +65,7 @@ CHECKS: Sequence[tuple[Collection[str], Check]] = (
     ((*TRAINED, "eval", "generate"), with_rows),
     (TRAINED, check_best),
     (("sft", *ON_PAIRS), _check_steps),
+    (TRAINED, _check_optimizer),
     # A verb with only the policy ignores other layouts, so that it accepts the config of a training run.
     (("train", "preferences"), with_own_layouts),
 )

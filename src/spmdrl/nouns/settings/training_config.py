@@ -14,14 +14,17 @@ Decay: TypeAlias = Annotated[float, Interval(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer: AdamW (arXiv:1711.05101, algorithm 2)."""
+    """The optimizer, by default AdamW (arXiv:1711.05101, algorithm 2)."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """optimizer; muon: matrices of layers and experts change by their gradient's moving average, orthogonalized and of
+    the size of AdamW's steps (arXiv:2502.16982), and all other weights by AdamW"""
     lr: Annotated[float, Interval(ge=0, le=10)] = 1e-6
     """peak learning rate"""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """largest global norm of the gradients; larger gradients are scaled down to it; .inf: no clipping"""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """decay rates of the moving averages of the gradient and its square"""
+    """decay rates of AdamW's moving averages of the gradient and its square"""
     eps: NotNegative = 1e-8
     """value added to the root of the mean squared gradient"""
     weight_decay: NotNegative = 0.0

@@ -24,13 +24,13 @@ from spmdrl.observability.fault_points import faultpoint
 from spmdrl.runtime.supervision.activity import activity
 
 STEP = WeightSlice("step", (), ())
-"""AdamW's step count, a scalar."""
+"""The optimizer's step count, a scalar."""
 
 _SHARDS = "shards_*.safetensors"
 
 
 def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
-    """Return master weights, AdamW's means and step count, under `kind/name`: the storage itself, not copies.
+    """Return master weights, the optimizer's means and step count, under `kind/name`: the storage itself, not copies.
 
     With adapters, frozen weights are left out: they come from the run's initial model. Over all ranks each slice is in
     exactly one rank's state, that of its first copy.
@@ -49,7 +49,7 @@ def trainer_state(engine: TrainingEngine) -> dict[str, Shard]:
 
 
 def load_trainer_state(engine: TrainingEngine, files: ShardFiles) -> None:
-    """Fill weights, AdamW's means and step count from files of any layout.
+    """Fill weights, the optimizer's means and step count from files of any layout.
 
     Raises ValueError, before changing anything, if the files are of another model.
     """
@@ -121,7 +121,7 @@ class ShardFiles:
     def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the weights are exactly those of a model with these shapes by name.
 
-        AdamW's means are compared if present; the trained parameters decide which are needed.
+        The optimizer's means are compared if present; the trained parameters decide which are needed.
         """
         stored = {key.partition("/")[2] for key in self._shapes if key.startswith("weight/")}
         if differing := sorted(stored ^ set(shapes)):
