@@ -85,7 +85,7 @@ def test_unknown_backends_are_refused_by_name():
 def test_a_backend_that_is_not_installed_says_how_to_install_it(tmp_path: Path, monkeypatch):
     # As if it weren't there, wherever it is.
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install -e '.\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"run `pip install wandb`"):
         MetricsLog(tmp_path, ["wandb"])
 
 

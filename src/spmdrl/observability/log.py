@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from spmdrl.nouns.settings.log_config import BACKENDS, LogConfig
 from spmdrl.observability.jsonl import JsonlWriter, number, read_jsonl, to_json
 from spmdrl.observability.outage import best_effort, count_refused, warn
 from spmdrl.observability.terminal.console import Console
-from spmdrl.runtime.installed import how_to_install
+from spmdrl.observability.trackers import import_backend, make_tracker
 from spmdrl.runtime.screen import safe_text
 
 SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "answer", "reward", "verdict", "advantage", "version")
@@ -87,16 +84,20 @@ class WandbBackend:
         self._run.finish()
 
 
-def import_backend(extra: str, module: str) -> Any:
-    """Return the module of an optional back end, which only runs that use it import."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{_lacks(extra)} ({error})") from error
+class _TrackerBackend:
+    def __init__(self, name: str, run_dir: Path, run: TrackedRun):
+        self._tracker, config = make_tracker(name), run.config()
+        sections = {"run": {"name": run.name, "dir": str(run_dir)}, "log": {"project": run.project}}
+        self._tracker.start({**config, **{key: {**config.get(key, {}), **one} for key, one in sections.items()}})
 
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(metrics, step)
 
-def _lacks(name: str) -> str:
-    return f"log.backends names {name}, which isn't installed; {how_to_install(name)}, or take it out of log.backends"
+    def truncate_after(self, step: int) -> None:
+        """Do nothing: a tracker can't forget."""
+
+    def close(self) -> None:
+        self._tracker.finish()
 
 
 def _cells(sample: SampleRecord) -> dict[str, Any]:
@@ -282,11 +283,4 @@ def _open_backend(name: str, run_dir: Path, console: Console | None, run: Tracke
         return TensorBoardBackend(run_dir / "tensorboard", run)
     if name == "wandb":
         return WandbBackend(run_dir, run)
-    raise ValueError(f"log.backends names {name}, but must name some of {', '.join(BACKENDS)}")
-
-
-def check_backends(config: LogConfig) -> None:
-    """Refuse a back end whose package isn't installed, without importing it. Raises ValueError."""
-    for name in ("tensorboard", "wandb"):
-        if name in config.backends and importlib.util.find_spec(name) is None:
-            raise ValueError(_lacks(name))
+    return _TrackerBackend(name, run_dir, run)

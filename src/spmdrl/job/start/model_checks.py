@@ -23,7 +23,7 @@ from spmdrl.job.start.checked_run import TRAINED, CheckedRun, Verb
 from spmdrl.nouns.roles import ROLES, Role
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.model_sizes import ClampedGate
-from spmdrl.observability.log import check_backends
+from spmdrl.observability.trackers import check_backends
 from spmdrl.resources.device import find_device
 from spmdrl.resources.layout import GenerationLayout, UpdateLayout, check_generation_layout, fit_update_layout
 from spmdrl.runtime.installed import how_to_install

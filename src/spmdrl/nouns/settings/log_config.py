@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-BACKENDS = ("console", "jsonl", "tensorboard", "wandb")
+BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow")
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,21 @@ class LogConfig:
     """Destinations of metrics, and the number of samples to keep for reading."""
 
     backends: tuple[str, ...] = ("console", "jsonl")
-    """destinations: console, jsonl, tensorboard, wandb; keys of services come from the environment only"""
+    """destinations: console, jsonl, tensorboard, wandb, trackio, mlflow, or classes as pkg.mod:Class or file.py:Class;
+    keys of services come from the environment only"""
     samples_per_step: Annotated[int, Ge(0)] | None = None
     """rows per step written to samples.jsonl, for the report: one prompt's first, then others; 0: none; null: all
     responses to one prompt and 4 others"""
     project: str = "spmdrl"
-    """project in W&B; its group and tags come from WANDB_RUN_GROUP and WANDB_TAGS"""
+    """project in W&B and Trackio, experiment in MLflow; W&B's group and tags come from WANDB_RUN_GROUP and
+    WANDB_TAGS"""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.backends if name not in BACKENDS]
+        unknown = [name for name in self.backends if name not in BACKENDS and ":" not in name]
         if unknown:
-            raise ValueError(f"log.backends names {', '.join(unknown)}, but must name some of {', '.join(BACKENDS)}")
+            raise ValueError(
+                f"log.backends names {', '.join(unknown)}, but must name some of {', '.join(BACKENDS)}, or a class as "
+                "pkg.mod:Class"
+            )
         if not self.project.strip():
             raise ValueError("log.project is empty; name a project, such as spmdrl")
