@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.support.jobs import finished, inline_config, metrics_of, run_job, untimed
 from torch import Tensor
+
+from spmdrl.engines.models.hf.adapter_files import StoredAdapters
+from spmdrl.nouns.settings.model_config import LoraConfig
 
 # A reference without a second model, a critic whose weights are all trained, and a switch that moves all it can.
 TINY = [
@@ -166,6 +169,70 @@ def test_a_run_that_died_goes_on_with_the_same_adapters_to_the_last_bit(whole, t
     moved = "reshard/"
     for again, first in zip(untimed(metrics_of(run)), untimed(metrics_of(whole / "run")), strict=True):
         assert {k: v for k, v in again.items() if moved not in k} == {k: v for k, v in first.items() if moved not in k}
+
+
+ONE_STEP = ["lora={rank: 3, alpha: 6}", "optim.lr=0", "train.max_steps=1", "model.make=null"]
+
+
+@pytest.mark.ranks
+def test_a_run_begins_with_the_adapters_of_another_and_their_base(whole, tmp_path):
+    folder = whole / "run/checkpoints/step_000004"
+    settings = [*ONE_STEP, f"model.path={folder / 'adapter'}", f"run.dir={tmp_path / 'run'}", "reshard.verify=true"]
+    finished(run_job("train", inline_config(tmp_path), *settings, ranks=2))
+    found, expected = weights_of(tmp_path / "run", 1), weights_of(whole / "run", 4)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    written = load_file(tmp_path / "run/checkpoints/step_000001/adapter" / ADAPTER_FILE)
+    assert all(torch.equal(written[name], one) for name, one in load_file(folder / "adapter" / ADAPTER_FILE).items())
+    # Only the adapters that a run began with are gone on with.
+    other = tmp_path / "other"
+    shutil.copytree(folder / "adapter", other)
+    shutil.copy(whole / "run/checkpoints/step_000002/adapter" / ADAPTER_FILE, other)
+    settings[settings.index(f"model.path={folder / 'adapter'}")] = f"model.path={other}"
+    refused = run_job("train", inline_config(tmp_path), *settings, "train.max_steps=2")
+    assert refused.returncode == 2 and "the adapters at the start was" in refused.stderr
+
+
+@pytest.mark.ranks
+def test_a_run_begins_with_adapters_that_peft_has_written(whole, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base, adapter = whole / "run/initial_model", tmp_path / "adapter"
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    adapted.save_pretrained(adapter)
+    tokens = torch.tensor([[1, 5, 7, 9, 4, 11]])
+    settings = [*ONE_STEP, f"model.path={adapter}", f"run.dir={tmp_path / 'run'}"]
+    refused = run_job("train", inline_config(tmp_path), *settings)
+    own = "lora={rank: 2, alpha: 8, targets: [down_proj, q_proj]}"
+    assert refused.returncode == 2 and f"need {own}" in refused.stderr
+    finished(run_job("train", inline_config(tmp_path), *settings, own))
+    model = tmp_path / "run/checkpoints/step_000001/model"
+    merged = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-5, atol=1e-5)
+    generated = run_job("generate", f"model.path={adapter}", "prompt=1+1=")
+    assert generated.returncode == 2 and "has adapters, which generate doesn't apply" in generated.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True, but only False can be trained here"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is {'q_proj': 8}"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"r": None}, "no adapters that can be read"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_by_name(change, message, tmp_path):
+    content = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 3, "lora_alpha": 6, "lora_dropout": 0.1}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content | change))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(3, 8)}, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ValueError, match=message):
+        StoredAdapters(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    assert StoredAdapters(tmp_path).lora == LoraConfig(rank=3, alpha=6.0, targets=("q_proj",))
 
 
 @pytest.mark.ranks

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from spmdrl.config.config import Config
 from spmdrl.engines.models.decoder import DecoderConfig
-from spmdrl.engines.models.hf.adapter_files import WithNewAdapters
+from spmdrl.engines.models.hf.adapter_files import ADAPTER_CONFIG, StoredAdapters, WithNewAdapters
 from spmdrl.engines.models.hf.fingerprint import architecture, architecture_differences, fingerprint
 from spmdrl.engines.models.hf.model_folder import (
     HUB_FILES,
@@ -47,6 +47,8 @@ class ModelSource:
     """true if this value model's head isn't in the folder, but starts at 0"""
     seed: int = 0
     """seed of new adapters, if the decoder has any: none is in the folder"""
+    adapters: StoredAdapters | None = None
+    """trained adapters to begin with in place of new ones"""
 
     @property
     def base_name(self) -> str:
@@ -69,10 +71,21 @@ class ModelSource:
         return run / verb / self.label
 
     @classmethod
-    def of(cls, folder: Path) -> ModelSource:
-        """Read the config and check the weights against it; raises ValueError before memory is allocated for them."""
-        source = cls(folder, read_config(folder))
-        source.weights()
+    def of(cls, folder: Path, *, patterns: Sequence[str] = HUB_FILES, is_there: bool = True) -> ModelSource:
+        """Read the config and check the weights against it, if the model `is_there`.
+
+        A folder of adapters stands for its base with them, fetched by `patterns`. Raises ValueError before memory is
+        allocated.
+        """
+        adapters = None
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+            adapters = StoredAdapters(folder)
+            key = f"base_model_name_or_path in {folder / ADAPTER_CONFIG}"
+            folder = resolve_model_folder(adapters.base, patterns, key=key)
+            is_there = patterns is HUB_FILES or Path(adapters.base).expanduser().is_dir()
+        source = cls(folder, read_config(folder), adapters=adapters)
+        if is_there:
+            source.weights()
         return source
 
     def weights(self) -> WeightFiles:
@@ -86,11 +99,19 @@ class ModelSource:
         if self.has_new_head:
             return WithNewHead(self.weights())
         if self.decoder.lora is not None:
+            if self.adapters is not None:
+                return self.adapters.beside(self.weights())
             return WithNewAdapters(self.weights(), parameter_shapes(self.decoder), self.seed)
         return self.weights()
 
     def with_adapters(self, lora: LoraConfig | None, seed: int) -> ModelSource:
-        """Return the same model with new adapters, which don't change its outputs yet; unchanged without `lora`."""
+        """Return the same model with adapters: stored ones, or new ones, which don't change its outputs yet.
+
+        Unchanged without `lora`. Raises ValueError if stored ones differ from `lora`.
+        """
+        if self.adapters is not None:
+            decoder = replace(self.decoder, lora=lora)
+            self.adapters.check_fits(lora, {} if lora is None else parameter_shapes(decoder))
         return self if lora is None else replace(self, decoder=replace(self.decoder, lora=lora), seed=seed)
 
     def with_value_head(self) -> ModelSource:
@@ -196,8 +217,10 @@ def prepare_model(config: Config, world: World) -> ModelSource:
     else:
         assert config.model.path is not None
         folder = newest_model(Path(config.model.path), world) or resolve_model_folder(config.model.path)
-    world.agree(lambda: model_facts(folder))
-    return ModelSource.of(folder)
+    source = ModelSource.of(folder)
+    adapters = {} if source.adapters is None else {"the adapters at the start": source.adapters.digest}
+    world.agree(lambda: model_facts(source.folder) | adapters)
+    return source
 
 
 def agree_on_models(sources: Mapping[Role, ModelSource], world: World) -> None:

@@ -218,7 +218,9 @@ def admit(checked: CheckedRun, sources: Mapping[Role, ModelSource], world: World
         config.run.folder / CHECKPOINTS, config.checkpoint, is_main=world.is_main,
         required=(RUN_FILE, f"{MODEL}/config.json"),
     )  # fmt: skip
-    identity = on_main(world, lambda: identity_of(checked, {role: source.folder for role, source in sources.items()}))
+    folders, adapters = {role: source.folder for role, source in sources.items()}, sources[POLICY].adapters
+    started = {} if adapters is None else {ADAPTERS: adapters.digest}
+    identity = on_main(world, lambda: identity_of(checked, folders) | started)
     size = num_parameters(sources[POLICY].decoder)
     resuming = Resuming(store, config, world, identity=identity, console=console, num_parameters=size)
     store.remove_leftovers()

@@ -125,6 +125,11 @@ def prepare(
     config, folder = checked.config, source.folder
     if checked.train_rows:
         source = source.with_adapters(config.lora, config.seed)
+    elif source.adapters is not None:
+        raise ValueError(
+            f"model.path {config.model.path} has adapters, which {checked.verb} doesn't apply; give a folder into "
+            "which they are merged, such as a checkpoint's model/"
+        )
     check_generation_cuts(source.decoder, config.resources.generation)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder, source.decoder)
@@ -259,7 +264,7 @@ def source_without_making(config: Config) -> Iterator[ModelSource]:
     if config.model.path is not None:
         path = Path(config.model.path).expanduser()
         folder = Path(newest_sound_model(path) or resolve_model_folder(config.model.path, HUB_TEXT_FILES))
-        yield ModelSource.of(folder) if path.is_dir() else ModelSource(folder, read_config(folder))
+        yield ModelSource.of(folder, patterns=HUB_TEXT_FILES, is_there=path.is_dir())
         return
     assert config.model.make is not None
     with TemporaryDirectory(prefix="spmdrl_check_") as name:

@@ -1,4 +1,4 @@
-"""Adapters by the decoder's names: new ones with PEFT's initial values, and trained ones in PEFT's files."""
+"""Adapters by the decoder's names: new ones with PEFT's initial values, and trained ones from and in PEFT's files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,8 +20,74 @@ from spmdrl.engines.models.lora import is_adapter
 from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """PEFT's prefix of transformers' names."""
+# Settings of PEFT that other computations need, and the values with which adapters are plain ones.
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+    "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
+    "layer_replication": None, "target_parameters": None, "trainable_token_indices": None,
+}  # fmt: skip
+
+
+class StoredAdapters:
+    """Adapters in a folder by PEFT, or by a run."""
+
+    def __init__(self, folder: Path):
+        """Read the config and the weights' names. Raises ValueError for adapters of another kind, or damage."""
+        self.folder = folder
+        try:
+            config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            self._file = safe_open(folder / ADAPTER_WEIGHTS, framework="pt")
+            self.base = str(config["base_model_name_or_path"])
+            rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{folder} has no adapters that can be read: {error!r:.200}; save them again") from error
+        for key, plain in _PLAIN.items():
+            if (value := config.get(key) or plain) != plain:
+                raise ValueError(
+                    f"{folder / ADAPTER_CONFIG}: {key} is {value!r}, but only {plain!r} can be trained here"
+                )
+        self._names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}
+        targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in self._names}
+        self.lora = LoraConfig(rank, alpha, tuple(sorted(targets)))
+
+    def check_fits(self, lora: LoraConfig | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse other settings than the adapters', and other weights than the model's `shapes`. Raises ValueError."""
+        own = f"lora={{rank: {self.lora.rank}, alpha: {self.lora.alpha:g}, targets: [{', '.join(self.lora.targets)}]}}"
+        wanted = {name for name in shapes if is_adapter(name)}
+        if lora is None or (lora.rank, lora.alpha) != (self.lora.rank, self.lora.alpha) or wanted != self._names.keys():
+            differing = sorted(wanted ^ self._names.keys()) if lora else []
+            other = f"; {differing[0]} is in one of both only" if differing else ""
+            raise ValueError(f"the adapters of {self.folder} need {own}{other}; set that, or model.path to their base")
+        for name, stored in self._names.items():
+            if (shape := tuple(self._file.get_slice(stored).get_shape())) != shapes[name]:
+                raise ValueError(
+                    f"{name} has the shape {shape} in {self.folder}, but {shapes[name]} beside {self.base}; they "
+                    "belong to another model"
+                )
+
+    @property
+    def digest(self) -> str:
+        """A short digest of the weights."""
+        return hashlib.sha256((self.folder / ADAPTER_WEIGHTS).read_bytes()).hexdigest()[:16]
+
+    def beside(self, source: WeightSource) -> WeightSource:
+        """Return the weights of a model with these adapters."""
+        return _WithStoredAdapters(source, self)
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        whole: Tensor = self._file.get_tensor(self._names[wanted.name])
+        return whole[wanted.index_within(whole_slice(wanted.name, tuple(whole.shape)))]
+
+
+class _WithStoredAdapters:
+    def __init__(self, source: WeightSource, adapters: StoredAdapters):
+        self._source, self._adapters = source, adapters
+
+    def read(self, wanted: WeightSlice, /) -> Tensor:
+        return (self._adapters if is_adapter(wanted.name) else self._source).read(wanted)
 
 
 class WithNewAdapters:
@@ -54,7 +122,7 @@ def write_adapters(
     `forms` are those of the model's folder, as PEFT adapts transformers' projections.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    weights, config = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
     stored = _by_stored_projection(adapters, forms)
     tensors = {
         f"{_PREFIX}{path}.lora_{letter}.weight": tensor
