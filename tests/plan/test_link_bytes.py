@@ -55,7 +55,7 @@ def switch_of(*settings: str, launch: LaunchEnvironment = NODES) -> ReshardingBy
     "name",
     [
         "reference and critic",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adapters", "experts, routes replayed")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adapters", "experts, routes replayed", "muon")),
     ],
 )
 def test_planned_bytes_are_those_of_the_run(name: str):

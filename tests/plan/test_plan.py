@@ -35,27 +35,27 @@ def mean_logprob(scores: Scores, micro: MicroBatch) -> LossTerms:
     return LossTerms(-scores.logprobs_R.mean(), {})
 
 
-def update(world: World, dtype: torch.dtype, *, recompute: bool) -> None:
+def update(world: World, dtype: torch.dtype, *, recompute: bool, optim: str) -> None:
     """Two micro-batches and an optimizer step over all ranks' shards."""
     mesh = build_update_mesh(UpdateLayout(data=1, shard=world.size), world.device, world.rank)
     training = TrainingConfig(
         max_tokens_per_microbatch=512, activation_checkpointing="full" if recompute else "none"
     )  # fmt: skip
-    engine = TrainingEngine(MODEL, training, OptimConfig(), mesh, world.device, compute_dtype=dtype)
+    engine = TrainingEngine(MODEL, training, OptimConfig(name=optim), mesh, world.device, compute_dtype=dtype)
     tokens_T = ((torch.arange(16)[:, None] * 17 + torch.arange(64)) % 512).flatten()
     rows = TokenRows(tokens_T, offsets_of([64] * 16), torch.full((16,), 32))
     assert engine.update(rows, mean_logprob).num_microbatches == 2
 
 
-def on_device(world: World, dtype: torch.dtype, recompute: bool) -> int:
+def on_device(world: World, dtype: torch.dtype, recompute: bool, optim: str) -> int:
     world.device.synchronize()
     world.device.take_peak_bytes()
-    update(world, dtype, recompute=recompute)
+    update(world, dtype, recompute=recompute, optim=optim)
     world.device.synchronize()
     return world.device.take_peak_bytes()
 
 
-def as_planned(dtype: torch.dtype, num_ranks: int, *, recompute: bool) -> int:
+def as_planned(dtype: torch.dtype, num_ranks: int, *, recompute: bool, optim: str) -> int:
     # The device stays in the process that it was made in.
     from tests.support.simulated_accelerator.table_rows import fill_tables
 
@@ -69,14 +69,14 @@ def as_planned(dtype: torch.dtype, num_ranks: int, *, recompute: bool) -> int:
     account = Account()
     launch = LaunchEnvironment(0, num_ranks, 0, num_ranks)
     with alone_in(launch) as world, planned_device(account), account.span(lambda owner: False) as span:
-        update(world, dtype, recompute=recompute)
+        update(world, dtype, recompute=recompute, optim=optim)
     return span.owners.total()
 
 
-def as_planned_beside(world: World, dtype: torch.dtype, num_ranks: int, recompute: bool) -> int:
+def as_planned_beside(world: World, dtype: torch.dtype, num_ranks: int, recompute: bool, optim: str) -> int:
     torch.distributed.destroy_process_group()
     try:
-        return as_planned(dtype, num_ranks, recompute=recompute)
+        return as_planned(dtype, num_ranks, recompute=recompute, optim=optim)
     finally:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
@@ -85,13 +85,16 @@ def as_planned_beside(world: World, dtype: torch.dtype, num_ranks: int, recomput
 @pytest.mark.skipif(simulated_accelerator.why_not() is not None, reason=str(simulated_accelerator.why_not()))
 @pytest.mark.cpu_only(reason="this test chooses its devices")
 @pytest.mark.parametrize(
-    ("dtype", "num_ranks", "recompute"),
-    [(torch.float32, 1, False), (torch.bfloat16, 2, True)],
-    ids=["float32", "bfloat16, shards of two, recomputed"],
+    ("dtype", "num_ranks", "recompute", "optim"),
+    [
+        pytest.param(torch.float32, 1, False, "adamw", id="float32"),
+        pytest.param(torch.bfloat16, 2, True, "adamw", id="bfloat16, shards of two, recomputed"),
+        pytest.param(torch.bfloat16, 2, True, "muon", id="the same by Muon", marks=pytest.mark.slow),
+    ],
 )
-def test_the_peak_of_an_update_without_memory_is_that_of_an_allocator(dtype, num_ranks, recompute):
-    measured = run_ranks(num_ranks, on_device, dtype, recompute, device="sim", timeout=600)
-    (planned,) = run_ranks(1, as_planned_beside, dtype, num_ranks, recompute, timeout=120)
+def test_the_peak_of_an_update_without_memory_is_that_of_an_allocator(dtype, num_ranks, recompute, optim):
+    measured = run_ranks(num_ranks, on_device, dtype, recompute, optim, device="sim", timeout=600)
+    (planned,) = run_ranks(1, as_planned_beside, dtype, num_ranks, recompute, optim, timeout=120)
     assert planned == pytest.approx(max(measured), rel=0.01), (planned, measured)
 
 

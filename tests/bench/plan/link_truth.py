@@ -94,6 +94,7 @@ def cases() -> list[TruthCase]:
         TruthCase("hybrid", (*_HYBRID, "reshard.swap=always")),
         TruthCase("adapters", ("lora={rank: 4}", "algo.kl_coef=0.1", "reshard.swap=always"), **nodes),
         TruthCase("adapters, merged", ("lora={rank: 4, merge: true}", "reshard.swap=always")),
+        TruthCase("muon", ("optim.name=muon", "critic={}", "algo.name=ppo", "reshard.swap=always"), **nodes),
         TruthCase("rank sets", ("resources.ranks.generation=2", "algo.kl_coef=0.1"), **nodes),
         TruthCase("rank sets, lag", ("resources.ranks.generation=1", "rollout.lag=1", "lora={rank: 4}")),
         TruthCase("no locality", ("dock.locality=false",), **nodes),

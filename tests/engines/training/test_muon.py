@@ -31,7 +31,7 @@ from tests.engines.training.tiny import CONFIG, LATENT, make_rows, part_of, weig
 from tests.support.ranks import run_ranks
 
 OPTIM = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, max_grad_norm=float("inf"))
-# Key heads that two tensor ranks share, experts, and rows that no number of ranks divides.
+# Key heads that tensor ranks share, experts, and rows that no number of ranks divides.
 DENSE = replace(CONFIG, num_kv_heads=1)
 SPARSE = replace(
     CONFIG, model_type="qwen3_moe", intermediate_size=16, moe=MoeConfig(4, 2, 6, normalize=True, dense_layers=(0,))
@@ -99,6 +99,7 @@ LAYOUTS = {
     4: [
         (DENSE, UpdateLayout(shard=2, tensor=2)), (DENSE, UpdateLayout(data=2, shard=2)),
         (DENSE, UpdateLayout(shard=4)), (DENSE, UpdateLayout(shard=2, pipeline=2)),
+        (CONFIG, UpdateLayout(shard=1, tensor=4)),
         (SPARSE, UpdateLayout(shard=4, expert=2)), (SPARSE, UpdateLayout(shard=2, tensor=2, expert=2)),
     ],
 }  # fmt: skip
@@ -115,6 +116,7 @@ def stepped_in_layouts(world: World) -> list[dict[str, Tensor]]:
     return [stepped(world, config, layout, (0, 1)) for config, layout in LAYOUTS[world.size]]
 
 
+@pytest.mark.on_device
 @pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_makes_the_steps_of_one_process_to_the_bit(num_ranks: int, world: World) -> None:
