@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from spmdrl.dataflow.data.split_files import README, files_of_split
 from spmdrl.observability.terminal.spelling import unknown
+from spmdrl.runtime.launch import read_launch_environment
 
 HUB_SCHEME = "hub://"
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
@@ -67,7 +69,10 @@ def _snapshot(url: str, name: str, revision: str | None, files: list[str]) -> Pa
     """Return the local folder of a revision with these files, or with what the cache has of them offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import disable_progress_bars
 
+    if read_launch_environment(os.environ).local_rank > 0:
+        disable_progress_bars()
     try:
         return Path(
             snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=[*map(glob.escape, files)])
