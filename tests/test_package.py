@@ -30,7 +30,7 @@ def setup() -> ConfigParser:
 
 def test_each_extra_that_a_message_installs_is_there(setup: ConfigParser) -> None:
     named = {name for text in SOURCES for name in re.findall(r"how_to_install\(['\"]([\w-]+)", text)}
-    assert {"math", "parquet", "vllm"} <= named <= set(setup["options.extras_require"])
+    assert {"math", "vllm"} <= named <= set(setup["options.extras_require"])
     assert how_to_install("math") == "`pip install -e '.[math]'` in the clone"
 
 

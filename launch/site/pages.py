@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "src"))
+
+from spmdrl.config.coming_from import pages  # noqa: E402 - from the clone
+
+COMING_FROM = {f"coming_from/{name}.md": "\n".join(lines) + "\n" for name, lines in pages().items()}
 REPOSITORY = os.environ.get("SPMDRL_REPOSITORY", "").rstrip("/")
 FENCE = re.compile(r"^( *)```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`]*`)*)\]\(([^)\s]+)\)")
@@ -24,12 +30,12 @@ page_of: dict[str, str] = {}
 def on_config(config: Any) -> Any:
     """Give the navigation the pages of folders, whose names aren't listed there."""
     docs, parts = ROOT / "docs", {title: pages for part in config["nav"] for title, pages in part.items()}
-    parts["Start"].append({"Recipes": [{_title(path): f"recipes/{_name(path)}"} for path in _outside()]})
-    parts["Coming from"] += [
-        {_title(path): f"coming_from/{path.name}"} for path in sorted(docs.glob("coming_from/*.md"))
-    ]
+    recipes = [{_title(path.read_text(encoding="utf-8")): f"recipes/{_name(path)}"} for path in _outside()]
+    parts["Start"].append({"Recipes": recipes})
+    parts["Coming from"] += [{_title(text): name} for name, text in COMING_FROM.items()]
     notebook = sorted(docs.glob("notebook/*.md"), key=lambda path: (path.name != "README.md", path.name))
-    parts["Inside"].append({"Notebook": [{_title(path): f"notebook/{path.name}"} for path in notebook]})
+    titled = [{_title(path.read_text(encoding="utf-8")): f"notebook/{path.name}"} for path in notebook]
+    parts["Inside"].append({"Notebook": titled})
     return config
 
 
@@ -41,6 +47,9 @@ def on_files(files: Files, config: Any) -> Files:
     for uri, path in added.items():
         files.append(File.generated(config, uri, content=path.read_text(encoding="utf-8")))
         page_of[str(path.relative_to(ROOT))] = uri
+    for name, text in COMING_FROM.items():
+        files.append(File.generated(config, name, content=text))
+        page_of[f"docs/{name}"] = name
     return files
 
 
@@ -80,5 +89,5 @@ def _name(path: Path) -> str:
     return path.name if path.parent.name == "recipes" else f"{path.parent.name}.md"
 
 
-def _title(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+def _title(text: str) -> str:
+    return text.partition("\n")[0].lstrip("# ")

@@ -7,6 +7,7 @@ rest of a sentence that begins with the name as written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -349,7 +350,7 @@ def _backends(given: Given, settings: Settings) -> dict[str, Any]:
     return {"log.backends": ["console", "jsonl", *names]}
 
 
-_TRACKERS = ("wandb", "tensorboard")
+_TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
 
 
 def _named_files(given: Given, settings: Settings) -> dict[str, Any]:
@@ -359,18 +360,21 @@ def _named_files(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _data_set(given: Given, settings: Settings) -> dict[str, Any]:
-    """Convert a data set's name, of the hub unless it is a file or folder, with its configuration and split."""
-    found = [(part, settings.value(name)) for part, names in _PARTS.items() for name in names]
-    asked = urlencode({part: value for part, value in found if value is not None})
-    is_path = given.text.startswith((".", "/", "~")) or given.text.count("/") != 1 or given.text.endswith(_DATA_FILES)
-    return {"data.train": given.text if is_path else f"hub://{given.text}" + (f"?{asked}" if asked else "")}
+    """Convert a data set's name, of the hub unless it is a file or folder, with its configuration."""
+    name = given.text
+    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(_DATA_FILES)
+    config = next((part for part in map(settings.value, _CONFIGS) if part is not None), None)
+    asked = "" if config is None else f"?{urlencode({'config': config})}"
+    return {"data.train": name if is_path or Path(name).exists() else f"hub://{name}{asked}"}
 
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
-_PARTS = {
-    "split": ("dataset_split", "dataset_train_split", "data.train.split"),
-    "config": ("dataset_config", "train.env.taskset.dataset_subset"),
-}
+_CONFIGS = ("dataset_config", "train.env.taskset.dataset_subset")
+
+
+def _limit(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
+    value = _typed(given, "a whole number", int)
+    return {key: None if value == -1 else value}
 
 
 def _part_of_data_set(given: Given, settings: Settings) -> dict[str, Any]:
@@ -383,7 +387,7 @@ _RELATIONS = (
     *(_data_set, _part_of_data_set, _together),
 )
 """rules of settings that may stand beside each other and beside the key that they set"""
-_WITH_KEY = (_interval, _optimizer_steps, _unless_null, _of_critic)
+_WITH_KEY = (_interval, _optimizer_steps, _unless_null, _of_critic, _limit)
 _OTHERS = (
     *(_epsilon, _epsilon_both, _delta, _beta, _tis_cap, _warmup, _projections, _most_likely, _keep_top, _best_mode),
     *(_reward_funcs, _reward_file, _backends, _named_files),

@@ -157,7 +157,7 @@ def canonical(
             continue
         if is_inner := inner != outer:
             full = tuple(inner.split("."))
-        for length in range(1, len(full) + 1):
+        for length in range(len(full), 0, -1):
             spelling = ".".join(full[:length])
             # Text in place of a section, as in optim=adamw_torch.
             is_text = length == len(full) and isinstance(given.value, str) and names.is_section(full)
