@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from spmdrl.observability.report.plan_picture import plan_svg
+from spmdrl.observability.report.plan_section import plan_svg
 
 GIB = 1 << 30
 SLOTS = {

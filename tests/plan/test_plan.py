@@ -19,7 +19,7 @@ from spmdrl.engines.training.packed_rows import LossTerms, MicroBatch, Scores, T
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.batch import offsets_of
 from spmdrl.nouns.settings.training_config import OptimConfig, TrainingConfig
-from spmdrl.observability.report.plan_picture import plan_svg
+from spmdrl.observability.report.plan_section import plan_svg
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import build_update_mesh
 from spmdrl.resources.world import World

@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.config.reader import ConfigError, LoadedConfig
-from spmdrl.observability.report.plan_picture import plan_svg
+from spmdrl.observability.report.plan_section import plan_svg
 from spmdrl.observability.terminal.units import time_text
 from spmdrl.plan.advice import Planned, advice, settings_text
 from spmdrl.plan.alternatives import better_layouts, on_more_nodes

@@ -1,15 +1,29 @@
-"""The plan of a run, as lines for a screen and as a table beside what was measured."""
+"""The plan of a run: lines for a screen, a table beside what was measured, and a picture of memory and seconds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from statistics import median
 from typing import Any
 
+from markupsafe import escape
+
+from spmdrl.observability.report.charts import ticks
 from spmdrl.observability.report.page import Parts, Table, value_text
 from spmdrl.observability.report.run_files import RunData
-from spmdrl.observability.terminal.units import bytes_text, time_text
+from spmdrl.observability.terminal.units import byte_unit, bytes_text, time_text
+
+_COLORS = (
+    "#3f7ae0", "#e07b2e", "#2aa376", "#c94a86", "#8a68d8", "#b8941f", "#3aa5bd", "#d05a5a", "#7d9a3a", "#8b919b",
+    "#2f4b7c", "#a05a2c", "#145f43", "#f2a6c4",
+)  # fmt: skip
+_STYLE = (
+    "<style>text{font:12px sans-serif;fill:#333}.grid{stroke:#e4e4e4}.bar{stroke:#fff;stroke-width:.5}"
+    ".room{stroke:#c02b3c;stroke-dasharray:6 4}</style>"
+)
+_LEFT, _TOP, _WIDTH, _HEIGHT = 70, 40, 520, 280
 
 
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
@@ -64,3 +78,67 @@ def _peaks(plan: Mapping[str, Any]) -> dict[str, int]:
         for state, owners in rank["slots"].items():
             peaks[state] = max(peaks.get(state, 0), sum(owners.values()))
     return peaks
+
+
+def plan_svg(plan: Mapping[str, Any]) -> str:
+    """Draw what `Plan.to_json` returns: the fullest rank's memory, and seconds if the device has rates."""
+    slots = plan["ranks"][0]["slots"]
+    present = dict.fromkeys(owner for held in slots.values() for owner, size in held.items() if size)
+    owners = sorted(present, key=lambda owner: -max(held.get(owner, 0) for held in slots.values()))
+    bottom, (verdict, *rates) = _TOP + _HEIGHT, plan_lines(plan)
+    parts = [_text(_LEFT, 20, verdict), *_memory(slots, owners, plan["device_bytes"])]
+    for number, (owner, color) in enumerate(zip(owners, cycle(_COLORS), strict=False)):
+        y = _TOP + 18 * number
+        parts.append(f'<rect x="{_LEFT + _WIDTH + 20}" y="{y}" width="11" height="11" fill="{color}"/>')
+        parts.append(_text(_LEFT + _WIDTH + 37, y + 10, owner.replace("_", " ")))
+    if rates:
+        parts += _text(_LEFT, bottom + 50, *rates), *_step(plan["stages"], y=bottom + 60)
+    width, height = _LEFT + _WIDTH + 190, max(bottom + 30 + 100 * len(rates), _TOP + 18 * len(owners))
+    size, background = f'width="{width}" height="{height}"', '<rect width="100%" height="100%" fill="#fff"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size}>{_STYLE}{background}'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def _memory(slots: Mapping[str, Mapping[str, int]], owners: Sequence[str], room: int) -> Iterator[str]:
+    """Yield a stacked bar for each part of a step, and a line at the device's memory."""
+    bottom, most = _TOP + _HEIGHT, max(room, *(sum(held.values()) for held in slots.values()))
+    scale, (unit_bytes, unit), pitch = (_HEIGHT - 20) / most, byte_unit(most), _WIDTH / len(slots)
+    for value in ticks(0.0, most / unit_bytes):
+        y = bottom - value * unit_bytes * scale
+        yield f'<line class="grid" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield _text(_LEFT - 6, y + 4, f"{value:g} {unit}", "end")
+    for place, (name, held) in enumerate(slots.items()):
+        x, top = _LEFT + (place + 0.2) * pitch, float(bottom)
+        for owner, color in zip(owners, cycle(_COLORS), strict=False):
+            if size := held.get(owner, 0):
+                top -= size * scale
+                box = f'x="{x:.1f}" y="{top:.3f}" width="{0.6 * pitch:.1f}" height="{size * scale:.3f}"'
+                yield _bar(box, color, f"{name}, {owner}: {bytes_text(size)}")
+        yield _text(x + 0.3 * pitch, top - 5, bytes_text(sum(held.values())), "middle")
+        yield _text(x + 0.3 * pitch, bottom + 16, name, "middle")
+    y = bottom - room * scale
+    yield f'<line class="room" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    yield _text(_LEFT + _WIDTH, y - 5, f"the device's {bytes_text(room)}", "end")
+
+
+def _step(stages: Mapping[str, float], y: int) -> Iterator[str]:
+    """Yield one bar of the step's parts, with their names in two rows where these have room."""
+    x, whole, ends = float(_LEFT), sum(stages.values()), [0.0, 0.0]
+    for (name, seconds), color in zip(stages.items(), cycle(_COLORS[::-1]), strict=False):
+        width, text = seconds / whole * _WIDTH, f"{name} {time_text(seconds)}"
+        yield _bar(f'x="{x:.3f}" y="{y}" width="{width:.3f}" height="20"', color, text)
+        row = ends.index(min(ends))
+        if width > 3 and x >= ends[row]:
+            yield _text(x, y + 34 + 16 * row, text)
+            ends[row] = x + 7 * len(text)
+        x += width
+
+
+def _bar(box: str, color: str, title: str) -> str:
+    return f'<rect class="bar" {box} fill="{color}"><title>{escape(title)}</title></rect>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
