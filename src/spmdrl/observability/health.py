@@ -1,33 +1,29 @@
-"""Trouble that doesn't stop a run: counts over its steps, immediate warnings, and a line in its outcome."""
+"""Trouble that doesn't stop a run: counts over its steps, and a line in its outcome."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from spmdrl.observability.statistics import Estimate, mean_over_prompts
 from spmdrl.observability.terminal.units import fixed, percent, scientific
 
 Metrics = Mapping[str, float]
 
-STEPS_BEFORE_WARNING = 3
-"""number of consecutive steps without a signal that is no coincidence"""
 _COUNTED = {
     "health/updates": "update/count",
     "health/updates_skipped": "update/skipped",
     "health/updates_without_rows": "update/without_rows",
 }
 # Metrics that change before a run gets worse, with their names in messages.
-_SIGNS = {
+SIGNS = {
     "reward": "sampled reward", "entropy": "entropy", "completions/clipped_ratio": "share of cut answers",
     "grad_norm": "gradient norm", "lr": "learning rate", "frac_advantage_zero": "share without advantage",
 }  # fmt: skip
 _SKIPPED_IN_A_ROW = "health/updates_skipped_in_a_row"
 _STEPS = "health/steps"
 _IDLE = "health/steps_without_signal"
-_IDLE_IN_A_ROW = "health/steps_without_signal_in_a_row"
-_KEPT_STEPS = 100  # At each end of a run; its middle isn't needed for trends.
+IDLE_IN_A_ROW = "health/steps_without_signal_in_a_row"
 
 
 def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
@@ -43,7 +39,7 @@ def counts_so_far(metrics: Metrics, before: Metrics) -> dict[str, float]:
     idle = metrics["frac_advantage_zero"] == 1.0
     counts[_STEPS] = known.get(_STEPS, 0.0) + 1.0
     counts[_IDLE] = known.get(_IDLE, 0.0) + idle
-    counts[_IDLE_IN_A_ROW] = known.get(_IDLE_IN_A_ROW, 0.0) + 1.0 if idle else 0.0
+    counts[IDLE_IN_A_ROW] = known.get(IDLE_IN_A_ROW, 0.0) + 1.0 if idle else 0.0
     return counts
 
 
@@ -60,32 +56,11 @@ def too_many_skips(metrics: Metrics, most: int | None) -> str | None:
     if most is None or skipped < most:
         return None
     return (
-        f"{skipped:.0f} updates in a row were skipped, loss {_shown(metrics, 'loss')} and gradient norm "
-        f"{_shown(metrics, 'grad_norm')} in the last one; the weights are as before the first of them: lower optim.lr "
-        f"({_shown(metrics, 'lr')} now) or warm it up, look at the rows in the run's folder skipped/, or raise "
+        f"{skipped:.0f} updates in a row were skipped, loss {shown(metrics, 'loss')} and gradient norm "
+        f"{shown(metrics, 'grad_norm')} in the last one; the weights are as before the first of them: lower optim.lr "
+        f"({shown(metrics, 'lr')} now) or warm it up, look at the rows in the run's folder skipped/, or raise "
         f"train.max_skipped_in_a_row ({most})"
     )
-
-
-class HealthWatch:
-    """Warnings of a run: each kind of trouble at its 1st, 10th, 100th, ... occurrence."""
-
-    def __init__(self) -> None:
-        self._times: Counter[str] = Counter()
-        self._history: list[Metrics] = []
-
-    def warnings(self, step: int, metrics: Metrics) -> list[str]:
-        """Return warnings after a step, with the likely cause and a way out."""
-        self._history.append({name: metrics[name] for name in _SIGNS if name in metrics})
-        del self._history[_KEPT_STEPS:-_KEPT_STEPS]
-        due = [text for kind, text in _complaints(metrics, self._history) if self._is_due(kind)]
-        if broken := [f"{name} is {value}" for name, value in _broken(metrics) if self._is_due(name)]:
-            due.append(f"not finite: {', '.join(broken)}")
-        return [f"WARNING: step {step}: {text}" for text in due]
-
-    def _is_due(self, kind: str) -> bool:
-        self._times[kind] += 1
-        return math.log10(self._times[kind]).is_integer()
 
 
 def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, int]:
@@ -100,8 +75,8 @@ def at_ends(history: Sequence[Metrics], name: str) -> tuple[Estimate, Estimate, 
 
 def likely_cause(history: Sequence[Metrics]) -> str:
     """Describe metrics that changed in a run that got worse or stopped learning, and the likeliest cause."""
-    ends = {name: [one.value for one in at_ends(history, name)[:2]] for name in _SIGNS}
-    changed = [f"{_SIGNS[name]} {fixed(a, 3)} -> {fixed(b, 3)}" for name, (a, b) in ends.items() if a < b or a > b]
+    ends = {name: [one.value for one in at_ends(history, name)[:2]] for name in SIGNS}
+    changed = [f"{SIGNS[name]} {fixed(a, 3)} -> {fixed(b, 3)}" for name, (a, b) in ends.items() if a < b or a > b]
     (reward, now), (entropy, entropy_now), (cut, cut_now), (norm, norm_now), (_, lr), (_, idle) = ends.values()
     has_broken = now < reward - 0.2 * abs(reward) or entropy_now < entropy / 4 or entropy_now > 3 * entropy
     text = ""
@@ -141,62 +116,23 @@ def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
             f"{skipped - without_rows:.0f} of {updates:.0f} updates were skipped: loss or gradient norm not finite"
         )
     if without_rows:
-        trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: {_why_without_rows(metrics)}")
+        trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: {why_without_rows(metrics)}")
     # Late in a good run some steps have no signal.
     if 2 * idle > steps:
         trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0{likely_cause(history)}")
     return trouble + decline_of(history)
 
 
-def _complaints(metrics: Metrics, history: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of a step's troubles."""
-    skipped, without_rows = metrics.get("update/skipped", 0.0), metrics.get("update/without_rows", 0.0)
-    so_far = f"{metrics.get('health/updates_skipped', 0.0):.0f} of {metrics.get('health/updates', 0.0):.0f} so far"
-    if skipped > without_rows:
-        text = (
-            f"an update was SKIPPED ({so_far}), the weights are as before: loss {_shown(metrics, 'loss')}, gradient "
-            f"norm {_shown(metrics, 'grad_norm')}; usually the learning rate is too high ({_shown(metrics, 'lr')} "
-            "now) or a reward is huge: lower the rate, warm it up, or look at the rewards in samples.jsonl"
-        )
-        yield "skipped", text
-    if without_rows:
-        advice = (
-            "the reward functions gave None or failed for every row: try them by hand on the responses in samples.jsonl"
-            if _num_left_out(metrics) == 0
-            else "select/* counts the reasons: look at the rewards in samples.jsonl, or choose other prompts"
-        )
-        text = f"an update was SKIPPED ({so_far}): {_why_without_rows(metrics)}, so nothing is learnt; {advice}"
-        yield "without rows", text
-    if metrics.get("refill/unfilled"):
-        text = (
-            f"{metrics['refill/unfilled']:.0f} prompts are missing of those that a step trains, and it goes on with "
-            f"fewer: after {metrics['refill/attempts']:.0f} attempts the responses to the others are all right or all "
-            "wrong; raise algo.max_refills or rollout.num_generations, or choose other prompts"
-        )
-        yield "unfilled", text
-    if not without_rows and metrics.get(_IDLE_IN_A_ROW, 0.0) >= STEPS_BEFORE_WARNING:
-        text = (
-            f"all advantages were 0 in {metrics[_IDLE_IN_A_ROW]:.0f} steps in a row, so nothing is learnt: the "
-            f"responses to a prompt all have the same reward (mean {_shown(metrics, 'reward')}); look at samples.jsonl"
-            f"{likely_cause(history)}"
-        )
-        yield "no signal", text
-
-
-def _num_left_out(metrics: Metrics) -> float:
+def num_left_out(metrics: Metrics) -> float:
     """Count rows with a reward that the algorithm left out."""
     return metrics.get("select/dropped_rows", 0.0) - metrics.get("select/no_reward", 0.0)
 
 
-def _why_without_rows(metrics: Metrics) -> str:
-    return "the algorithm left out every prompt" if _num_left_out(metrics) else "no row had a usable reward"
+def why_without_rows(metrics: Metrics) -> str:
+    """Return the reason why a step had no rows to train on."""
+    return "the algorithm left out every prompt" if num_left_out(metrics) else "no row had a usable reward"
 
 
-def _broken(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """Yield non-finite metrics, except those in the warning of a skipped update."""
-    named = ("loss", "grad_norm") if metrics.get("update/skipped") else ()
-    return ((name, value) for name, value in metrics.items() if not math.isfinite(value) and name not in named)
-
-
-def _shown(metrics: Metrics, name: str) -> str:
+def shown(metrics: Metrics, name: str) -> str:
+    """Return a metric for a message."""
     return scientific(metrics[name]) if name in metrics else "unknown"

@@ -42,15 +42,15 @@ class SlowRanks:
     def __init__(self) -> None:
         self._in_a_row: Counter[int] = Counter()
 
-    def warnings(self, step: int, seconds_by_rank: Sequence[Seconds], sets: Collection[range] = ()) -> list[str]:
+    def warnings(self, seconds_by_rank: Sequence[Seconds], sets: Collection[range] = ()) -> list[str]:
         """Return warnings after a step; ranks are compared within their set."""
         return [
             warning
             for ranks in sets or [range(len(seconds_by_rank))]
-            for warning in self._of_set(step, seconds_by_rank[ranks.start : ranks.stop], ranks.start)
+            for warning in self._of_set(seconds_by_rank[ranks.start : ranks.stop], ranks.start)
         ]
 
-    def _of_set(self, step: int, seconds_by_rank: Sequence[Seconds], first: int) -> list[str]:
+    def _of_set(self, seconds_by_rank: Sequence[Seconds], first: int) -> list[str]:
         due, totals = [], _totals(seconds_by_rank)
         least = median_low(totals) + _LEAST_LOST_SECONDS
         for place, ratio in enumerate(ratios(seconds_by_rank)):
@@ -59,9 +59,9 @@ class SlowRanks:
             if self._in_a_row[rank] == STEPS:
                 stage, worst = _worst_stage(place, seconds_by_rank)
                 due.append(
-                    f"WARNING: step {step}: rank {rank} is slow: its own work took over {RATIO:g} x the median rank's "
-                    f"in {STEPS} steps in a row, {ratio:.2f} x now, most of it in {stage} ({worst:.2f} x); look at "
-                    "the load, the clock rates and the disks of its node"
+                    f"rank {rank} is slow: its own work took over {RATIO:g} x the median rank's in {STEPS} steps in a "
+                    f"row, {ratio:.2f} x now, most of it in {stage} ({worst:.2f} x); look at the load, the clock rates "
+                    "and the disks of its node"
                 )
         return due
 

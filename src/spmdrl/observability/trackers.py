@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -96,10 +97,15 @@ def import_backend(package: str, module: str) -> Any:
 
 
 def check_backends(config: LogConfig) -> None:
-    """Refuse a back end whose package isn't installed, without importing it, and a class that can't be loaded.
+    """Refuse a back end whose package isn't installed, a class that can't be loaded, and a command that isn't there.
 
-    Raises ValueError.
+    Packages aren't imported. Raises ValueError.
     """
+    if config.alert_command and shutil.which(config.alert_command[0]) is None:
+        raise ValueError(
+            f"log.alert_command begins with {config.alert_command[0]!r}, which is no program here; write a list of a "
+            "program and its arguments, such as [notify-send] or [bash, alert.sh]"
+        )
     for name in config.backends:
         if ":" in name:
             load_attribute(name, "log.backends", BACKENDS, kind="class")

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.nouns.settings.log_config import LogConfig
-from spmdrl.observability.health import HealthWatch, counts_so_far
+from spmdrl.observability.alert_log import AlertLog
+from spmdrl.observability.health import counts_so_far
 from spmdrl.observability.log import MetricsLog, SampleRecord, SamplesLog, TrackedRun
 from spmdrl.observability.metrics import Recorder, Stat, Table, encode, merge, table_of, totals_of
 from spmdrl.observability.outage import best_effort, take_num_refused
@@ -47,14 +48,16 @@ class RunLogs:
         """the main rank's notice with the newest step; the same on every rank"""
         self.timeline = Timeline(timeline_file(folder, world.rank), world.rank, shown=console.stage)
         self.timeline.truncate_after(last_step)
-        self._health = HealthWatch()
         self._slow_ranks, self._sets = SlowRanks(), sets
         self._metrics: MetricsLog | None = None
         self._samples: SamplesLog | None = None
+        self._alerts: AlertLog | None = None
         if world.is_main:
             truncate_other_ranks(folder, world.size, last_step)
             self._metrics = MetricsLog(folder, config.backends, console=console, run=tracked)
-            self._metrics.truncate_after(last_step if is_logged else last_step - 1)
+            last_logged = last_step if is_logged else last_step - 1
+            self._metrics.truncate_after(last_logged)
+            self._alerts = AlertLog(folder, config, last_step=last_logged)
             self._samples = SamplesLog(folder)
             self._samples.truncate_after(last_step)
 
@@ -83,14 +86,12 @@ class RunLogs:
             metrics["perf/slowest_rank_ratio"] = max(ratios(seconds_by_rank, self._sets))
         metrics |= self._rates(metrics)
         metrics |= counts_so_far(metrics, before)
-        slow = self._slow_ranks.warnings(step, seconds_by_rank, self._sets)
-        warnings = [*self._health.warnings(step, metrics), *slow]
-        if warnings:
-            metrics["log/warnings"] = len(warnings)
-        if self._metrics is not None:
-            self._metrics.write(step, metrics)
-            for warning in warnings:
-                self.console.note(warning)
+        if self._metrics is not None and self._alerts is not None:
+            slow = self._slow_ranks.warnings(seconds_by_rank, self._sets)
+            alerts = self._alerts.after_step(step, metrics, slow)
+            self._metrics.write(step, metrics | ({"log/warnings": len(alerts)} if alerts else {}))
+            for alert in alerts:
+                self.console.note(alert)
         return metrics
 
     def take_unwritten(self) -> Table:
@@ -131,6 +132,6 @@ class RunLogs:
     def close(self) -> None:
         """Close this rank's files."""
         self.timeline.close()
-        for log in (self._metrics, self._samples):
+        for log in (self._metrics, self._samples, self._alerts):
             if log is not None:
                 log.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge
+
+from spmdrl.nouns.settings.alert_rule import read_rules
 
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow")
 
@@ -23,6 +25,11 @@ class LogConfig:
     project: str = "spmdrl"
     """project in W&B and Trackio, experiment in MLflow; W&B's group and tags come from WANDB_RUN_GROUP and
     WANDB_TAGS"""
+    alerts: dict[str, str] = field(default_factory=dict)
+    """rules beside the default ones, by metric, such as {entropy: '< 0.05', kl: '> 0.2 for 3'}; never after a symptom,
+    such as {answers-truncated: never}, switches its default rule off (docs/metrics.md)"""
+    alert_command: tuple[str, ...] = ()
+    """program and arguments to run at each alert, with the message as its last argument; it is ended after 30 s"""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.backends if name not in BACKENDS and ":" not in name]
@@ -33,3 +40,4 @@ class LogConfig:
             )
         if not self.project.strip():
             raise ValueError("log.project is empty; name a project, such as spmdrl")
+        read_rules(self.alerts)
