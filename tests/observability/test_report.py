@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
@@ -16,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.observability.log import MetricsLog
+from spmdrl.observability.report import sample_section
 from spmdrl.observability.report.charts import Chart, Series, chart_svg, downsample, moving_mean, ticks
 from spmdrl.observability.report.replay_section import ReplayedRow, ReplayedToken, replay_section
 from spmdrl.observability.report.report import main, write_report
-from spmdrl.observability.report.sections import fitting, sample_viewer
+from spmdrl.observability.report.sample_section import fitting, repeats, sample_viewer
 from spmdrl.observability.summary import provenance, write_summary
 from tests.observability.synthetic import GIB, HOSTILE, write_run
 from tests.support.jobs import ROOT
@@ -284,7 +286,7 @@ def test_percentiles_of_zeros_and_ones_are_no_band(tmp_path: Path, ends: tuple[f
 def test_the_page_holds_what_choosing_a_range_of_steps_needs(small_run: Path):
     page = _Page(text := write_report(small_run).read_text())
     figures = re.findall(r'(?s)<figure class="chart">(.*?)</figure>', text)
-    data = json.loads(page.scripts[-2])
+    data = [series for charts in json.loads(page.scripts[-2]).values() for series in charts]
     assert len(figures) == len(data) > 10
     for figure, series in zip(figures, data, strict=True):
         assert [one["label"] for one in series] == (re.findall("</i>(.*?)</span>", figure) or ["small"])
@@ -332,7 +334,11 @@ def test_a_watched_report_is_written_until_nobody_holds_the_run(tmp_path: Path, 
 def test_settings_that_differ_between_runs_are_named(tmp_path: Path):
     runs = [write_run(tmp_path / name, num_steps=2, num_ranks=1) for name in ("one", "two")]
     path = runs[1] / "config.resolved.yaml"
-    path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06  # command line\n  warmup_steps: 5"))
+    path.write_text(
+        path.read_text().replace(
+            "lr: 1.0e-06", "lr: 2.0e-06  # command line\n  warmup_steps: 5  # command line\n  betas: [1]"
+        )
+    )
     cells = _cells(write_report(runs[0], others=runs[1:]).read_text())
     assert cells["optim.lr"] == ["1.0e-06", "2.0e-06"] and cells["optim.warmup_steps"] == ["not set", "5"]
     assert "model.path" not in cells
@@ -495,25 +501,102 @@ def test_what_an_environment_wrote_is_apart_from_the_models_words():
     assert "turns" not in _shown(record)
 
 
+def test_of_a_setting_that_runs_lack_only_a_given_value_differs(tmp_path: Path):
+    made, read = (write_run(tmp_path / name, num_steps=2, num_ranks=1) for name in ("made", "read"))
+    sizes = "model:\n  make:\n    hidden_size: 64  # run.yaml:3\n    bias: true  # default\n"
+    (made / "config.resolved.yaml").write_text(f"{sizes}critic: null  # default\n")
+    (read / "config.resolved.yaml").write_text("model:\n  make: null  # command line\ncritic: {}  # command line\n")
+    cells = _cells(write_report(made, others=[read]).read_text())
+    assert cells["model.make.hidden_size"] == ["64", "not set"] and cells["critic"] == ["null", "{}"]
+    assert "model.make.bias" not in cells
+
+
+def test_parts_of_the_reward_and_pairs_have_charts_of_their_own_names(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    pairs = {"preference/accuracy": 0.6, "preference/margin": 0.1}
+    log.write(1, {"reward": 0.5, "rewards/exact/mean": 0.5, "rewards/a b/c/mean": 0.25} | pairs)
+    log.close()
+    text = write_report(tmp_path).read_text()
+    [curves] = re.findall(r'(?s)<section id="curves">(.*?)</section>', text)
+    titles = re.findall("<figcaption>(.*?)(?: <small>|</figcaption>)", curves)
+    assert titles == ["Reward", "Reward: a b/c", "Reward: exact", "Pairs in order", "Margin of the pairs"]
+
+
+def test_alerts_lead_the_page_as_text_the_newest_of_each_symptom(tmp_path: Path):
+    log = MetricsLog(tmp_path, ["jsonl"])
+    log.write(1, {"reward": 0.5})
+    log.close()
+    kinds = [("kl", 2, "earlier one"), ("kl", 9, HOSTILE), ("answers-truncated", 5, "cut")]
+    lines = [{"step": step, "symptom": kind, "text": text, "rule": "r", "page": "p"} for kind, step, text in kinds]
+    (tmp_path / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": []}]))
+    page = _Page(text := write_report(tmp_path).read_text())
+    assert re.findall('<p class="alert">step (.*?):', text) == ["[]", "5", "9"]
+    assert text.index('class="alert"') < text.index("<dl>") and "earlier one" not in text and page.events == []
+
+
+def test_repeats_are_counted_in_sequences_of_four():
+    assert repeats("a b c d".split()) == repeats([]) == 0.0
+    assert repeats("a b c d a b c d".split()) == 0.2 and repeats(["x"] * 103) == 0.99
+
+
+def test_held_out_answers_to_the_first_prompts_are_there_after_each_evaluation(tmp_path: Path):
+    run = write_run(tmp_path / "run", num_steps=2, num_ranks=1)
+    (run / "eval").mkdir()
+    for step in (0, 2):
+        turn = {"response": f"<<1+1= {step}", "observation": "2>>"}
+        same = {"response": "r" * 900, "answer": None, "reward": 0.5, "verdict": "scored", "num_tokens": 7}
+        records = [same | {"row": row, "prompt": f"p{row}", "turns": [turn]} for row in range(400)]
+        (run / "eval" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    [part] = sample_viewer(run)
+    found = [one for one in part.samples if one["kind"] == "held-out"]
+    assert [(one["prompt"], one["step"]) for one in found[:4]] == [("p0", 0), ("p0", 2), ("p1", 0), ("p1", 2)]
+    assert 20 < len(found) < 400 and found[0]["turns"] == [["<<1+1= 0", "2>>"]] and found[0]["length"] == 7
+
+
+def test_samples_of_a_long_run_are_read_without_parsing_all_of_them(tmp_path: Path, monkeypatch):
+    line = {"row": 0, "prompt": '"step": 5', "response": "x" * 2000, "parts": {"step": 1.0}, "tokens": []}
+    lines = [json.dumps({**line, "step": step, "verdict": "scored"}, sort_keys=True) for step in range(1, 2001)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\nbroken")
+    parsed = []
+    read = sample_section.objects_of
+    monkeypatch.setattr(sample_section, "objects_of", lambda some: read(parsed.append(1) or some))
+    [part] = sample_viewer(tmp_path)
+    assert 500 < len(parsed) < 1000 and part.samples[-1]["step"] == 2000
+    assert f"{len(part.samples)} of 2000 samples" in part.note
+
+
 _DOM = """
 const make = (tag, kind, text) => ({tag, kind, text, parts: [], append(...more) { this.parts.push(...more); }});
-const parts = turnTexts([["<<1+1=", "2>>"], ["</pre>", ""]]).parts;
-console.log(JSON.stringify(parts.map((part) => [part.tag, part.kind, part.text])));
+const part = () => {};
+"""
+_SHOWN = """
+const flat = (box) => box.parts.map((one) => [one.kind, one.parts[0].text, one.parts[1].text]);
+console.log(JSON.stringify([flat(turnTexts([["<<1+1=", "2>>"], ["</pre>", ""]])), flat(promptTexts(PROMPT))]));
 """
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
 def test_a_conversation_is_shown_by_its_roles():
-    script = (ROOT / "src/spmdrl/observability/report/assets/report.js").read_text()
-    function = re.search(r"^  function turnTexts.*?^  }$", script, re.DOTALL | re.MULTILINE)[0]
-    shown = subprocess.run(["node", "-e", function + _DOM], capture_output=True, text=True, check=True).stdout
-    assert json.loads(shown) == [
-        ["h4", "", "model"], ["pre", "model", "<<1+1="], ["h4", "", "environment"], ["pre", "environment", "2>>"],
-        ["h4", "", "model"], ["pre", "model", "</pre>"],
+    script = (ROOT / "src/spmdrl/observability/report/assets/samples.js").read_text()
+    patterns = (r"  const (?:ROLE|END) = .*?;$", r"  const bubble.*?^  };$", r"  function (?:prompt|turn)Texts.*?^  }$")
+    functions = "\n".join(one for pattern in patterns for one in re.findall(pattern, script, re.DOTALL | re.MULTILINE))
+    prompt = json.dumps(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    program = _DOM + functions + _SHOWN.replace("PROMPT", prompt)
+    turns, roles = json.loads(
+        subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
+    )
+    assert turns == [
+        ["bubble assistant", "assistant", "<<1+1="], ["bubble environment", "environment", "2>>"],
+        ["bubble assistant", "assistant", "</pre>"],
     ]  # fmt: skip
+    assert roles == [["bubble system", "system", "Be brief."], ["bubble user", "user", "1+1?"]]
 
 
 def _shown(record: dict) -> dict:
-    [part] = sample_viewer([record])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "samples.jsonl").write_text(json.dumps(record, sort_keys=True) + "\n")
+        [part] = sample_viewer(Path(folder))
     [sample] = part.samples
     return sample

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 RESOLVED_CONFIG = "config.resolved.yaml"
 
 _LINE = re.compile(r"( *)([^\s:]+):(?: (.*)  # (.*))?")
+Settings = dict[str, tuple[str, str]]
+"""Value of each dotted key, as YAML, and its origin."""
+NOT_SET = "not set"
 # Settings that a resumed run may change.
 _OF_THE_START = ("resume", "run.")
 
 
 def changed_settings(before: str, now: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value before, value now) of each setting that differs; "not set" for a missing one.
+    """Yield (key, value before, value now) of each setting that differs and that only a new start could keep."""
+    for key, (old, new) in differing([settings_of(before), settings_of(now)]).items():
+        if not key.startswith(_OF_THE_START):
+            yield key, old, new
 
-    A setting that only the newer file has, at its default, comes from a newer version and doesn't count.
+
+def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
+    """Return the value in each run of settings that differ; "not set" for a missing one.
+
+    A setting that some runs lack, and that all others have at its default, comes from another version or belongs to a
+    section that those runs leave out, and doesn't count.
     """
-    old, new = settings_of(before), settings_of(now)
-    for key in [*new, *(key for key in old if key not in new)]:
-        is_new_default = key not in old and new[key][1] == "default"
-        values = [side.get(key, ("not set", ""))[0] for side in (old, new)]
-        if values[0] != values[1] and not is_new_default and not key.startswith(_OF_THE_START):
-            yield key, values[0], values[1]
+    found = {}
+    for key in dict.fromkeys(key for settings in runs for key in settings):
+        values = [settings.get(key, (NOT_SET, "default")) for settings in runs]
+        is_beside = (NOT_SET, "default") in values and all(origin == "default" for _, origin in values)
+        if len({value for value, _ in values}) > 1 and not is_beside:
+            found[key] = [value for value, _ in values]
+    return found
 
 
-def settings_of(resolved: str) -> dict[str, tuple[str, str]]:
-    """Return each dotted key with its value, as YAML, and its origin; lines of another form are left out."""
-    found: dict[str, tuple[str, str]] = {}
+def settings_of(resolved: str) -> Settings:
+    """Return the settings of a resolved configuration; lines of another form are left out."""
+    found: Settings = {}
     sections: list[str] = []
     for line in resolved.splitlines():
         if match := _LINE.fullmatch(line):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,9 @@ from spmdrl.observability.terminal.units import byte_unit
 # (title, unit, metric) of the curves of learning and stability.
 LEARNING = (
     ("Reward", "mean", "reward"),
+    ("Pairs in order", "fraction of pairs", "preference/accuracy"),
+    ("Margin of the pairs", "reward, mean", "preference/margin"),
+    ("Probability of an answer", "mean", "answer_probability"),
     ("Response length", "tokens, mean", "completions/mean_length"),
     ("Cut at the length limit", "fraction of responses", "completions/clipped_ratio"),
     ("Prompts without advantage", "fraction of prompts", "frac_reward_zero_std"),
@@ -39,6 +43,7 @@ SPEED = (
 # Prefixes of names that aren't about learning.
 MACHINERY = ("checkpoint/", "dock/", "generation/", "health/", "log/", "mem/", "perf/", "reshard/", "time/", "update/")
 LAGS = "off_policy/lag_"
+PART = re.compile("rewards/.+/mean")
 RESHARDING = {"all": "reshard/bytes", "across nodes": "reshard/cross_node_bytes"}
 RESHARDING_RATES = {
     "between ranks": "reshard/gb_per_second",
@@ -50,7 +55,18 @@ RESHARDING_RATES = {
 def learning_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return charts of reward, evaluation, and early signs of trouble."""
     charts = [_metric_chart(runs, title, unit, metric) for title, unit, metric in LEARNING]
-    return _filled(charts[:1] + _eval_charts(runs) + charts[1:] + [_lag_chart(runs[0])])
+    return _filled(charts[:1] + _part_charts(runs) + _eval_charts(runs) + charts[1:] + [_lag_chart(runs[0])])
+
+
+def _part_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Return a chart of each part of the reward, if it has several."""
+    names = sorted({name for run in runs for name in run.metric_names if PART.fullmatch(name)})
+    titles = [f"Reward: {name.removeprefix('rewards/').removesuffix('/mean')}" for name in names]
+    return [
+        _metric_chart(runs, title, "mean, before its weight", name)
+        for title, name in zip(titles, names, strict=True)
+        if len(names) > 1
+    ]
 
 
 def speed_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -110,6 +126,7 @@ def machinery_charts(runs: Sequence[RunData]) -> list[Chart]:
 def _others(runs: Sequence[RunData]) -> list[str]:
     known = {metric for _, _, metric in (*LEARNING, *SPEED)} | {"reward_p10", "reward_p90", "reshard/seconds"}
     known |= {*LINKS.values(), *RESHARDING.values(), *RESHARDING_RATES.values()}
+    known |= {name for run in runs for name in run.metric_names if PART.fullmatch(name)}
     elsewhere = (LAGS, "time/", "fusion/", "eval/", "dock/put_bytes/", "dock/get_bytes/")
     names = {name for run in runs for name in run.metric_names} - known
     return sorted(name for name in names if not name.startswith(elsewhere))

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from spmdrl.observability.report.charts import Chart, chart_data, chart_svg, color_class
 
 ASSETS = Path(__file__).with_name("assets")
-SCRIPTS = ("page.js", "charts.js", "report.js")
+SCRIPTS = ("page.js", "charts.js", "samples.js", "report.js")
 JSON_FORMAT: dict[str, Any] = {"separators": (",", ":"), "allow_nan": False}
 
 
@@ -79,27 +79,44 @@ class Section(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The run's name and verdict, and facts about it; empty ones are left out."""
+    """The run's name and verdict, its alerts, and facts about it; empty ones are left out."""
 
     name: str
     verdict: str
     tone: str
     facts: Mapping[str, str]
+    alerts: Sequence[Mapping[str, Any]] = ()
+    """the last alert of each symptom"""
 
 
-def page_html(header: Header, sections: Sequence[Section]) -> str:
-    """Return the whole page; scripts, styles and data are part of it, and all that a run wrote is escaped."""
-    grids = [part for section in sections for part in section.parts if isinstance(part, ChartGrid)]
-    script = "".join(map(_asset, SCRIPTS))
-    page = _templates().get_template("page.html")
-    return page.render(
-        header=header,
-        sections=[section for section in sections if section.parts],
-        chart_data=[chart_data(chart) for grid in grids for chart in grid.charts],
-        policy=_policy(script),
+def page_html(header: Header, sections: Sequence[Section], *, live: str = "") -> str:
+    """Return the whole page; scripts, styles and data are part of it, and all that a run wrote is escaped.
+
+    With `live`, a path beside the page's own, it fetches from there what has changed, and has all sections.
+    """
+    shown = [section for section in sections if section.parts or live]
+    return _whole_page("page.html", SCRIPTS, header=header, sections=shown, chart_data=data_of(shown), live=live)
+
+
+def data_of(sections: Sequence[Section]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Return the script's data of each section's charts, in order."""
+    grids = {section.anchor: [part for part in section.parts if isinstance(part, ChartGrid)] for section in sections}
+    return {
+        name: [chart_data(chart) for grid in all_of for chart in grid.charts]
+        for name, all_of in grids.items()
+        if all_of
+    }
+
+
+def _whole_page(template: str, scripts: Sequence[str], *, live: str, **values: object) -> str:
+    script = "".join(map(_asset, scripts))
+    return _templates().get_template(template).render(
+        live=live,
+        policy=_policy(script, fetches=bool(live)),
         script=Markup(script),  # noqa: S704
         style=Markup(_asset("report.css")),  # noqa: S704
-    )
+        **values,
+    )  # fmt: skip
 
 
 def value_text(value: float) -> str:
@@ -120,8 +137,8 @@ def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def _policy(script: str) -> str:
-    """Return a browser policy under which nothing is fetched and no script but the page's own runs."""
+def _policy(script: str, *, fetches: bool) -> str:
+    """Return a browser policy under which only the page's own script runs, and fetches from its server at most."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = ("default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "base-uri 'none'")
-    return "; ".join(rules)
+    rules = ["default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "base-uri 'none'"]
+    return "; ".join(rules + ["connect-src 'self'"] * fetches)

@@ -23,6 +23,7 @@ from spmdrl.observability.report.gantt import gantt, memory_by_owner
 from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
 from spmdrl.observability.report.plan_section import planned_beside_measured
 from spmdrl.observability.report.run_files import RunData, read_run
+from spmdrl.observability.report.sample_section import sample_viewer
 from spmdrl.observability.report.sections import (
     COMPARED,
     compared,
@@ -30,7 +31,6 @@ from spmdrl.observability.report.sections import (
     configuration,
     header,
     health,
-    sample_viewer,
 )
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.timeline import write_perfetto
@@ -112,9 +112,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
+    return page_html(header(runs[0]), _sections(runs, more))
+
+
+def _sections(runs: Sequence[RunData], more: Sequence[Section]) -> list[Section]:
     first = runs[0]
     moved = [*_grid(traffic_charts(runs)), *sample_flow(first), *moved_by_link(first.timeline)]
-    sections = [
+    return [
         *more,
         Section("runs", "Runs", comparison(runs)),
         Section("curves", "Curves", _grid(learning_charts(runs), first)),
@@ -122,13 +126,12 @@ def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
         Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
         Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
         Section("plan", "Planned and measured", planned_beside_measured(first)),
-        Section("samples", "Samples", sample_viewer(first.samples)),
+        Section("samples", "Samples", sample_viewer(first.run_dir)),
         Section("data", "Bytes moved", moved),
         Section("health", "Health", health(first)),
         Section("more", "All other metrics", _grid(machinery_charts(runs)), is_folded=True),
         Section("config", "Configuration", configuration(first)),
     ]
-    return page_html(header(first), sections)
 
 
 def _grid(charts: Sequence[Chart], marked: RunData | None = None) -> Parts:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from spmdrl.observability.alert_log import ALERTS_FILE
 from spmdrl.observability.jsonl import read_jsonl, read_object
 from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG, changed_settings
@@ -16,6 +17,7 @@ from spmdrl.observability.timeline import TimelineRecords, read_timeline
 # A run that ended early leaves only some of them.
 _ANY_OF_A_RUN = (METRICS_FILE, RESOLVED_CONFIG, SUMMARY_FILE, SAMPLES_FILE, CHECKPOINTS_FILE, "timeline")
 PLAN_FILE = "plan.json"
+GOOD_VERDICTS = ("ok", "done", "passed", "finished", "completed", "success")
 Points = list[tuple[float, float]]
 
 
@@ -27,11 +29,12 @@ class RunData:
     metrics: dict[int, dict[str, float]]
     """Metrics in step order; the later line of a step written twice."""
     timeline: TimelineRecords
-    samples: list[dict[str, Any]]
     checkpoints: list[dict[str, Any]]
     """step, seconds, bytes, folder or None, error"""
     kept: frozenset[str]
     """names of existing checkpoint folders"""
+    alerts: list[dict[str, Any]]
+    """step, symptom, text, rule, page"""
     summary: dict[str, Any]
     plan: dict[str, Any]
     """plan of the run, made before its first step; empty without one"""
@@ -57,17 +60,17 @@ def read_run(run_dir: Path) -> RunData:
     folder = Path(run_dir).resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder; give the run.dir of a run, which holds metrics.jsonl")
-    if any(folder.iterdir()) and not any((folder / name).exists() for name in _ANY_OF_A_RUN):
+    if any(folder.iterdir()) and not is_run(folder):
         raise FileNotFoundError(f"{run_dir} is no run's folder: it holds none of {', '.join(_ANY_OF_A_RUN)}")
     by_step, until = dict(read_metrics(folder)), sorted(folder.glob("config.resolved.step_*.yaml"))
-    configs = [_text_of(path) for path in [*until, folder / RESOLVED_CONFIG]]
+    configs = [text_of(path) for path in [*until, folder / RESOLVED_CONFIG]]
     return RunData(
         run_dir=folder,
         metrics={step: by_step[step] for step in sorted(by_step)},
         timeline=read_timeline(folder / "timeline"),
-        samples=list(read_jsonl(folder / SAMPLES_FILE)),
         checkpoints=list(read_jsonl(folder / CHECKPOINTS_FILE)),
         kept=frozenset(path.name for path in folder.glob("checkpoints/step_*")),
+        alerts=list(read_jsonl(folder / ALERTS_FILE)),
         summary=read_summary(folder),
         plan=read_object(folder / PLAN_FILE),
         config=configs[-1],
@@ -79,5 +82,11 @@ def read_run(run_dir: Path) -> RunData:
     )
 
 
-def _text_of(path: Path) -> str:
+def is_run(folder: Path) -> bool:
+    """Return True if a folder has any of the files of a run."""
+    return any((folder / name).exists() for name in _ANY_OF_A_RUN)
+
+
+def text_of(path: Path) -> str:
+    """Return a file's text; empty if it is missing."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -2,13 +2,6 @@
 const charts = (() => {
   const nearest = (xs, x) => xs.reduce((best, value, at) => (Math.abs(value - x) < Math.abs(xs[best] - x) ? at : best), 0);
   const numbers = (text) => text.split(" ").map(Number);
-  const part = (tag, attributes, text) => {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    if (text !== undefined) node.textContent = text;
-    return node;
-  };
-
   // The same as ticks in charts.py.
   function ticks(low, high) {
     const rough = (high - low) / 5;
@@ -145,31 +138,42 @@ const charts = (() => {
     });
   }
 
-  return () => {
-    const data = JSON.parse(byId("chart-data").textContent);
-    const all = [...document.querySelectorAll(".chart")].map((figure, at) => new Chart(figure, data[at]));
-    if (!all.length) return;
-    const [first, last] = [Math.min(...all.map((one) => one.whole.x[0])), Math.max(...all.map((one) => one.whole.x[1]))];
-    const [fromInput, toInput] = [byId("zoom-from"), byId("zoom-to")];
-    const zoom = (one, other) => {
-      const [from, to] = [one, other].map(Math.round).sort((a, b) => a - b);
-      const range = from > first || to < last ? [from, Math.max(to, from + 1)] : null;
-      for (const chart of all) chart.show(range);
-      [fromInput.value, toInput.value] = range || [Math.ceil(first), Math.floor(last)];
-      byId("zoom-reset").disabled = !range;
-      keep({ zoom: range });
-    };
-    const reset = () => zoom(first, last);
-    for (const chart of all) {
-      hover(chart);
-      drag(chart, zoom);
-      chart.svg.addEventListener("dblclick", reset);
-    }
-    const typed = (input, otherwise) => (input.value === "" ? otherwise : Number(input.value));
-    for (const input of [fromInput, toInput]) input.addEventListener("change", () => zoom(typed(fromInput, first), typed(toInput, last)));
-    byId("zoom-reset").addEventListener("click", reset);
-    document.addEventListener("keydown", (event) => event.key === "Escape" && reset());
-    byId("zoom").hidden = false;
-    zoom(...(kept.zoom || [first, last]));
+  const known = new WeakMap();
+  let all = [];
+  let range = kept.zoom || null;
+  const first = () => Math.min(...all.map((one) => one.whole.x[0]));
+  const last = () => Math.max(...all.map((one) => one.whole.x[1]));
+  const [fromInput, toInput] = [byId("zoom-from"), byId("zoom-to")];
+
+  function zoom(one, other) {
+    const [from, to] = [one, other].map(Math.round).sort((a, b) => a - b);
+    range = from > first() || to < last() ? [from, Math.max(to, from + 1)] : null;
+    for (const chart of all) chart.show(range);
+    [fromInput.value, toInput.value] = range || [Math.ceil(first()), Math.floor(last())];
+    byId("zoom-reset").disabled = !range;
+    keep({ zoom: range });
+  }
+  const reset = () => zoom(first(), last());
+  const typed = (input, otherwise) => (input.value === "" ? otherwise : Number(input.value));
+  for (const input of [fromInput, toInput]) input.addEventListener("change", () => zoom(typed(fromInput, first()), typed(toInput, last())));
+  byId("zoom-reset").addEventListener("click", reset);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && reset());
+
+  function made(figure, series) {
+    const chart = new Chart(figure, series);
+    hover(chart);
+    drag(chart, zoom);
+    chart.svg.addEventListener("dblclick", reset);
+    known.set(figure, chart);
+    return chart;
+  }
+
+  // Takes the figures of the page, of which some may be new; `data` has their series by section.
+  return (data) => {
+    const figures = [...document.querySelectorAll("section")].flatMap((section) =>
+      [...section.querySelectorAll(".chart")].map((figure, at) => [figure, (data[section.id] || [])[at]]));
+    all = figures.map(([figure, series]) => known.get(figure) || made(figure, series));
+    byId("zoom").hidden = !all.length;
+    if (all.length) zoom(...(range || [first(), last()]));
   };
 })();

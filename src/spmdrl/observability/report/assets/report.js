@@ -1,133 +1,56 @@
 (() => {
-  function viewChoices() {
-    for (const group of document.querySelectorAll("[data-choices]")) {
-      const buttons = [...group.querySelectorAll("button[data-view]")];
-      for (const button of buttons) {
-        button.addEventListener("click", () => {
-          for (const other of buttons) other.classList.toggle("on", other === button);
-          for (const pane of group.querySelectorAll("[data-pane]")) pane.hidden = pane.dataset.pane !== button.dataset.view;
-        });
-      }
+  const chosen = new Map();
+
+  // One of several drawings is shown; the choice stays while the page is updated.
+  function choose(group, title) {
+    const buttons = [...group.querySelectorAll("button[data-view]")];
+    const wanted = buttons.find((button) => button.textContent === title) || buttons[0];
+    for (const button of buttons) button.classList.toggle("on", button === wanted);
+    for (const pane of group.querySelectorAll("[data-pane]")) pane.hidden = pane.dataset.pane !== wanted.dataset.view;
+  }
+  document.addEventListener("click", (event) => {
+    const group = event.target.closest("button[data-view]") && event.target.closest("[data-choices]");
+    if (!group) return;
+    chosen.set(group.dataset.choices, event.target.textContent);
+    choose(group, event.target.textContent);
+  });
+
+  // The topmost visible part of the page, and its distance from the window's top.
+  function place() {
+    const parts = [...document.querySelectorAll("main section, main figure, main article, main h3")];
+    const top = parts.findIndex((one) => one.getBoundingClientRect().bottom > 60);
+    return top < 0 ? null : [top, parts.length, parts[top].getBoundingClientRect().top];
+  }
+
+  // Puts what changed in its place, while scroll position, choices, open parts and filters stay.
+  function update(news) {
+    source = source.replace(/\d+$/, news.version);
+    if (!Object.keys(news.sections).length && !news.header) return;
+    const before = place();
+    if (news.header) document.querySelector("header").innerHTML = news.header;
+    for (const [anchor, body] of Object.entries(news.sections)) {
+      const section = byId(anchor);
+      for (const one of [section, document.querySelector(`nav a[href="#${anchor}"]`)]) one.hidden = !body.trim();
+      if (anchor === "samples" && byId("sample-list")) continue;
+      section.querySelector(".body").innerHTML = body;
+      for (const group of section.querySelectorAll("[data-choices]")) choose(group, chosen.get(group.dataset.choices));
     }
+    Object.assign(chartData, news.charts);
+    charts(chartData);
+    if (news.samples) samples(news.samples, news.note);
+    const after = before && place();
+    const same = before && document.querySelectorAll("main section, main figure, main article, main h3")[before[0]];
+    if (after && before[1] && same) window.scrollBy(0, same.getBoundingClientRect().top - before[2]);
   }
 
-  function sampleCard(sample) {
-    const card = make("article", "sample");
-    const facts = make("div", "facts");
-    const fact = (name, value) => {
-      if (value === null || value === undefined || value === "") return;
-      const item = make("span", "", name + " ");
-      item.append(make("b", "", value));
-      facts.append(item);
-    };
-    for (const name of ["step", "row", "reward", "verdict"]) fact(name, sample[name]);
-    for (const [name, value] of Object.entries(sample.parts)) fact(name, value);
-    for (const name of ["advantage", "mismatch", "version"]) fact(name, sample[name]);
-    const texts = make("div", "texts");
-    const shown = ["prompt", "response", "answer"].filter((name) => sample[name] !== null);
-    if (shown.length === 1) texts.classList.add("single");
-    for (const name of shown) {
-      const column = make("div");
-      column.append(make("h3", "", name), name === "response" && sample.turns ? turnTexts(sample.turns) : make("pre", "", sample[name]));
-      texts.append(column);
-    }
-    card.append(facts, texts);
-    if (sample.tokens.length) card.append(tokenList(sample.tokens));
-    return card;
-  }
-
-  // The conversation behind the prompt by its roles. The environment's parts, which aren't learnt, are grey.
-  function turnTexts(turns) {
-    const box = make("div");
-    for (const turn of turns) {
-      for (const [place, role] of ["model", "environment"].entries()) {
-        if (turn[place] !== "") box.append(make("h4", "", role), make("pre", role, turn[place]));
-      }
-    }
-    return box;
-  }
-
-  function groupsOf(samples) {
-    const groups = new Map();
-    for (const sample of samples) {
-      const key = sample.step + " " + sample.prompt;
-      groups.set(key, [...(groups.get(key) || []), sample]);
-    }
-    return [...groups.values()];
-  }
-
-  // Responses of one step to the same prompt stand side by side, below the prompt that they share.
-  function sampleCards(groups) {
-    return groups.map((group) => {
-      if (group.length === 1) return sampleCard(group[0]);
-      const card = make("article", "sample");
-      const title = "step " + group[0].step + ", " + group.length + " responses to one prompt";
-      card.append(make("h3", "", title), make("pre", "", group[0].prompt), make("h3", "", "answer"), make("pre", "", group[0].answer));
-      const row = make("div", "side-by-side");
-      for (const sample of group) {
-        const one = sampleCard({ ...sample, prompt: null, answer: null });
-        row.append(one);
-      }
-      card.append(row);
-      return card;
-    });
-  }
-
-  // Each token in turn, the darker the further the two log-probs lie apart, in steps of ten.
-  function tokenList(tokens) {
-    const box = make("details", "tokens");
-    box.append(make("summary", "", "tokens: advantage and mismatch"));
-    const line = make("div");
-    for (const [text, advantage, mismatch] of tokens) {
-      const distance = Math.abs(mismatch || 0);
-      const depth = distance ? Math.max(0, Math.min(5, Math.ceil(Math.log10(distance)) + 6)) : 0;
-      const piece = make("span", "depth-" + depth, text);
-      piece.title = "advantage " + (advantage ?? "unknown") + ", mismatch " + (mismatch ?? "unknown");
-      line.append(piece);
-    }
-    box.append(line);
-    return box;
-  }
-
-  function sampleViewer() {
-    if (!byId("sample-data")) return;
-    const samples = JSON.parse(byId("sample-data").textContent);
-    const inputs = ["step", "verdict", "min", "max", "text"].map((name) => byId("sample-" + name));
-    const [stepInput, verdictInput, minInput, maxInput, textInput] = inputs;
-    const fill = (select, all, values) => {
-      select.append(new Option(all, ""));
-      for (const value of values) select.append(new Option(value, value));
-    };
-    const steps = [...new Set(samples.map((sample) => sample.step))].sort((a, b) => a - b);
-    fill(stepInput, "all", steps);
-    fill(verdictInput, "all", [...new Set(samples.map((sample) => sample.verdict).filter(Boolean))].sort());
-    stepInput.value = steps[steps.length - 1];
-
-    const matches = (sample) => {
-      const text = textInput.value.toLowerCase();
-      const inRange = (input, sign) => input.value === "" || (sample.reward !== null && sign * (sample.reward - Number(input.value)) >= 0);
-      return (
-        (stepInput.value === "" || sample.step === Number(stepInput.value)) &&
-        (verdictInput.value === "" || sample.verdict === verdictInput.value) &&
-        inRange(minInput, 1) && inRange(maxInput, -1) &&
-        (text === "" || [sample.prompt, sample.response, sample.answer].some((part) => part.toLowerCase().includes(text)))
-      );
-    };
-    let shown = 20;
-    const draw = () => {
-      const found = samples.filter(matches);
-      const groups = groupsOf(found);
-      byId("sample-list").replaceChildren(...sampleCards(groups.slice(0, shown)));
-      byId("sample-count").textContent = found.length + " of " + samples.length + " samples";
-      byId("sample-more").hidden = groups.length <= shown;
-    };
-    for (const input of inputs) input.addEventListener("input", () => { shown = 20; draw(); });
-    byId("sample-more").addEventListener("click", () => { shown += 50; draw(); });
-    draw();
-  }
-
+  // A served page fetches what is new; a file is loaded again.
   function live() {
     const box = byId("live");
+    if (source) {
+      box.parentNode.hidden = true;
+      poll(() => source, (news) => update(news), 3000);
+      return;
+    }
     box.checked = Boolean(kept.live);
     let timer = null;
     const plan = () => {
@@ -141,8 +64,9 @@
     plan();
   }
 
+  let source = document.body.dataset.live;
+  const chartData = JSON.parse(byId("chart-data").textContent);
+  charts(chartData);
+  if (byId("sample-data")) samples(JSON.parse(byId("sample-data").textContent));
   live();
-  charts();
-  viewChoices();
-  sampleViewer();
 })();
