@@ -66,7 +66,7 @@ def write_start(checked: CheckedRun, world: World, console: Console, admitted: R
     keep_config(checked.resolved_config, folder, point, console, is_finished=is_finished)
     devices = f"{world.size} x {world.device.kind}"
     facts = {"versions": software_versions(), "devices": devices, MESSAGES: checked.prompts_are_messages} | provenance()
-    write_summary(folder, verdict="running", parameters=admitted.num_parameters, **facts)
+    write_summary(folder, verdict="running", verb=checked.verb, parameters=admitted.num_parameters, **facts)
     keep_room(folder)
 
 

@@ -18,6 +18,7 @@ from spmdrl.observability.report.charts import Chart, chart_data, chart_svg, col
 
 ASSETS = Path(__file__).with_name("assets")
 SCRIPTS = ("page.js", "charts.js", "samples.js", "report.js")
+INDEX_SCRIPTS = ("page.js", "runs.js")
 JSON_FORMAT: dict[str, Any] = {"separators": (",", ":"), "allow_nan": False}
 
 
@@ -96,6 +97,21 @@ def page_html(header: Header, sections: Sequence[Section], *, live: str = "") ->
     """
     shown = [section for section in sections if section.parts or live]
     return _whole_page("page.html", SCRIPTS, header=header, sections=shown, chart_data=data_of(shown), live=live)
+
+
+def index_html(title: str) -> str:
+    """Return the page of all runs, which fetches their rows."""
+    return _whole_page("index.html", INDEX_SCRIPTS, title=title, live="runs.json")
+
+
+def body_html(section: Section) -> str:
+    """Return the part of the page below a section's title."""
+    return _templates().get_template("parts.html").module.body(section)
+
+
+def header_html(header: Header) -> str:
+    """Return the top of the page."""
+    return _templates().get_template("parts.html").module.header(header)
 
 
 def data_of(sections: Sequence[Section]) -> dict[str, list[list[dict[str, Any]]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from spmdrl.observability.report.curves import (
     traffic_charts,
 )
 from spmdrl.observability.report.gantt import gantt, memory_by_owner
-from spmdrl.observability.report.page import ChartGrid, Parts, Section, page_html
+from spmdrl.observability.report.page import ChartGrid, Header, Parts, Section, page_html
 from spmdrl.observability.report.plan_section import planned_beside_measured
 from spmdrl.observability.report.run_files import RunData, read_run
 from spmdrl.observability.report.sample_section import sample_viewer
@@ -58,6 +59,8 @@ def write_report(
 def main(argv: Sequence[str]) -> int:
     """Return the verb `report`."""
     arguments = _parser().parse_args(argv)
+    if arguments.serve is not None:
+        return _serve([arguments.run_dir, *arguments.other_run_dirs], arguments.serve)
     try:
         path = write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
         if arguments.watch is not None:
@@ -88,6 +91,35 @@ def _watch(arguments: argparse.Namespace) -> None:
             write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
 
 
+def _serve(folders: Sequence[Path], port: int) -> int:
+    """Serve the pages of all runs in some folders until Ctrl-C."""
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        show(
+            f"spmdrl report: {missing[0]} is no folder; give run folders, or folders that hold some", stream=sys.stderr
+        )
+        return 2
+    # Jobs write reports too, and need no HTTP server.
+    from spmdrl.observability.report.server import Pages, ReportServer
+
+    try:
+        server = ReportServer(Pages(folders, _contents), port)
+    except OSError as error:
+        show(f"spmdrl report: port {port} can't be opened ({error}); leave it out for a free one", stream=sys.stderr)
+        return 2
+    with server, contextlib.suppress(KeyboardInterrupt):
+        port = server.server_port
+        show(f"runs: {server.url} (Ctrl-C ends this)")
+        show(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then the same address")
+        server.serve_forever()
+    return 0
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; write folders before --serve, and a port of 0 to 65535")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 86_400:
@@ -96,8 +128,11 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="spmdrl report", description="Write one offline HTML file about a run.")
-    parser.add_argument("run_dir", type=Path, help="the run's folder; the report is written into it")
+    what = "Write one offline HTML file about a run, or serve the pages of many."
+    parser = argparse.ArgumentParser(prog="spmdrl report", description=what)
+    parser.add_argument(
+        "run_dir", type=Path, help="the run's folder, into which the report goes; --serve: or one of runs"
+    )
     parser.add_argument("other_run_dirs", type=Path, nargs="*", metavar="OTHER_RUN_DIR", help="runs to compare with")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE",
@@ -107,12 +142,22 @@ def _parser() -> argparse.ArgumentParser:
         "--watch", type=_seconds, nargs="?", const=10.0, metavar="SECONDS",
         help="rewrite it every SECONDS (10) while the run goes on; the page's `live` box reloads it",
     )  # fmt: skip
+    parser.add_argument(
+        "--serve", type=_port, nargs="?", const=0, metavar="PORT",
+        help="show these runs, or all runs in these folders, in a browser of this machine while they go on",
+    )  # fmt: skip
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write the timeline as a Perfetto trace")
     return parser
 
 
 def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
     return page_html(header(runs[0]), _sections(runs, more))
+
+
+def _contents(run_dir: Path) -> tuple[Header, list[Section]]:
+    """Return what the page of one run shows."""
+    run = read_run(run_dir)
+    return header(run), _sections([run], [])
 
 
 def _sections(runs: Sequence[RunData], more: Sequence[Section]) -> list[Section]:
