@@ -47,6 +47,7 @@ BENCHES = {
     "links": "plan.link_truth",
     "memory": "memory.memory_bench",
     "overhead": "training.overhead",
+    "pages": "pages.pages",
     "paper": "paper.paper_bench",
     "metadata": "samples.metadata",
     "nodes": "nodes.nodes",

@@ -82,18 +82,20 @@ def test_the_index_sorts_filters_groups_and_opens_a_run(tab, address):
     assert "answers-truncated" in tab.value("document.querySelector('#runs').innerText")
     tab.choose("#group", "optim.lr")
     assert tab.value("[...document.querySelectorAll('.group')].map((one) => one.innerText)") == [
-        "optim.lr: 0.00001 (1)", "optim.lr: 0.000003 (1)", "optim.lr: 0.000001 (1)",
+        "optim.lr: 1.0e-05 (1)", "optim.lr: 3.0e-06 (1)", "optim.lr: 1.0e-06 (1)",
     ]  # fmt: skip
     keep_picture(tab, "index_grouped")
     tab.type("#filter", "lr_1 done")
     assert tab.value(NAMES) == ["lr_1"] and tab.value("document.querySelector('#count').textContent") == "1 of 3 runs"
     tab.click("#runs tbody a")
     tab.until("document.title.startsWith('lr_1')")
-    assert tab.value("document.querySelector('.alert').innerText").startswith("step 31: 93% of the answers")
+    assert tab.value("document.querySelector('.alert').innerText").startswith(
+        "answers-truncated, step 31: 93% of the answers"
+    )
     assert tab.value("document.querySelector('.alert').getBoundingClientRect().bottom < 300")
     keep_picture(tab, "alert")
     tab.click("nav a")
-    tab.until("location.pathname.split('/').length === 3 && document.querySelector('#filter')")
+    tab.until("location.pathname.split('/').length === 3 && document.querySelector('#filter') !== null")
     assert tab.problems == []
 
 
@@ -149,7 +151,7 @@ def check_samples(tab: Browser) -> None:
     tab.choose("#plot-x", "length")
     tab.choose("#sample-order", "worst first")
     rewards = [float(one.partition("reward ")[2].split()[0]) for one in tab.value(FACTS)]
-    assert rewards == sorted(rewards) and len(rewards) == 20
+    assert rewards == sorted(rewards) and len(rewards) == 9
     tab.value("document.querySelector('#samples').scrollIntoView(); 0")
     keep_picture(tab, "samples")
     prompt = tab.value("document.querySelector('#sample-prompt').options[1].value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -275,16 +276,22 @@ def test_connections_that_send_nothing_keep_nobody_else_out(served):
 
 
 def test_the_verb_prints_the_address_and_ends_at_ctrl_c(runs):
+    # What a shell starts in the background ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "spmdrl", "report", str(runs), "--serve"]
-    with subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as verb:
-        line = verb.stdout.readline()
-        address = line.split()[1]
+    verb = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        address, tunnel = verb.stdout.readline().split()[1], verb.stdout.readline()
         port, token = int(address.split(":")[2].split("/")[0]), address.split("/")[3]
         connection = http.client.HTTPConnection(HOST, port, timeout=20)
         connection.request("GET", f"/{token}/runs.json")
         assert len(json.loads(connection.getresponse().read())["rows"]) == 2
-        verb.send_signal(2)
-        assert verb.wait(20) == 0 and "ssh -L" in verb.stdout.read()
+        verb.send_signal(signal.SIGINT)
+        assert verb.wait(30) == 0 and f"ssh -L {port}:127.0.0.1:{port}" in tunnel
+    finally:
+        signal.signal(signal.SIGINT, before)
+        verb.kill()
+        verb.communicate()
 
 
 @pytest.mark.parametrize(

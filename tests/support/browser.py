@@ -65,7 +65,7 @@ class Browser:
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while not self.value(script):
-            assert time.monotonic() < deadline, (script, self.problems)
+            assert time.monotonic() < deadline, (script, self.value("location.href"), self.problems)
             time.sleep(0.05)
 
     def middle(self, selector: str) -> list[float]:

@@ -49,7 +49,7 @@ def header(run: RunData) -> Header:
 
 
 def _alert(alert: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(alert.get(name, "")) for name in ("step", "text", "rule", "page")}
+    return {name: str(alert.get(name, "")) for name in ("symptom", "step", "text", "rule", "page")}
 
 
 def _model(run: RunData) -> str:

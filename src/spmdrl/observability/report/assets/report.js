@@ -15,11 +15,16 @@
     choose(group, event.target.textContent);
   });
 
-  // The topmost visible part of the page, and its distance from the window's top.
+  // The topmost visible title or card, which must not move while the page is updated; none at the page's top.
   function place() {
-    const parts = [...document.querySelectorAll("main section, main figure, main article, main h3")];
-    const top = parts.findIndex((one) => one.getBoundingClientRect().bottom > 60);
-    return top < 0 ? null : [top, parts.length, parts[top].getBoundingClientRect().top];
+    const titles = [...document.querySelectorAll("main h2, main h3, main figcaption, main article")];
+    const one = window.scrollY > 0 && titles.find((title) => title.getBoundingClientRect().bottom > 60);
+    return one ? { one, id: one.closest("section").id, text: one.textContent, top: one.getBoundingClientRect().top } : null;
+  }
+
+  function restore({ one, id, text, top }) {
+    const same = one.isConnected ? one : [...byId(id).querySelectorAll(one.tagName)].find((title) => title.textContent === text);
+    if (same) window.scrollBy(0, same.getBoundingClientRect().top - top);
   }
 
   // Puts what changed in its place, while scroll position, choices, open parts and filters stay.
@@ -38,9 +43,7 @@
     Object.assign(chartData, news.charts);
     charts(chartData);
     if (news.samples) samples(news.samples, news.note);
-    const after = before && place();
-    const same = before && document.querySelectorAll("main section, main figure, main article, main h3")[before[0]];
-    if (after && before[1] && same) window.scrollBy(0, same.getBoundingClientRect().top - before[2]);
+    if (before) restore(before);
   }
 
   // A served page fetches what is new; a file is loaded again.

@@ -57,7 +57,10 @@
     const found = data.rows.filter((row) => words.every((word) => textOf(row).includes(word))).sort(compare);
     const group = byId("group").value;
     const groups = new Map();
-    for (const row of found) groups.set(group && valueOf(row, group), [...(groups.get(group && valueOf(row, group)) || []), row]);
+    for (const row of found) {
+      const value = group in row ? row[group] : row.settings[data.settings.indexOf(group)];
+      groups.set(value, [...(groups.get(value) || []), row]);
+    }
     const lines = [...groups].flatMap(([value, rows]) => {
       const head = make("tr", "group");
       const cell = make("th", "", group + ": " + value + " (" + rows.length + ")");

@@ -53,6 +53,7 @@ const samples = (() => {
       facts.append(item);
     };
     for (const name of ["step", "row", "reward", "verdict"]) fact(name, sample[name]);
+    if (sample.kind !== "training") fact("", sample.kind);
     for (const [name, value] of Object.entries(sample.parts)) fact(name, value);
     for (const name of ["length", "repeats", "advantage", "mismatch", "version"]) fact(name, sample[name]);
     const texts = make("div", "texts");
@@ -123,7 +124,7 @@ const samples = (() => {
       svg.append(dot);
     }
     if (points.length) {
-      for (const value of new Set([Math.min(...ys), Math.max(...ys)])) svg.append(part("text", { class: "ty", x: 52, y: py(value) }, Number(value.toPrecision(4))));
+      for (const value of new Set([Math.min(...ys), Math.max(...ys)])) svg.prepend(part("line", { class: "grid", x1: 60, x2: 425, y1: py(value), y2: py(value) }), part("text", { class: "ty", x: 52, y: py(value) }, Number(value.toPrecision(4))));
       for (const value of new Set([Math.min(...xs), Math.max(...xs)])) svg.append(part("text", { class: "tx", x: px(value), y: 202 }, Number(value.toPrecision(4))));
     }
     byId("plot").replaceChildren(svg);
@@ -173,7 +174,7 @@ const samples = (() => {
   function bind() {
     for (const name of NAMES) input(name).addEventListener("input", () => {
       shown = 20;
-      if (name === "prompt" && input("prompt").value) input("step").value = "";
+      if (name === "prompt" && input("prompt").value) [input("step").value, byId("plot-x").value] = ["", "step"];
       draw();
     });
     for (const axis of ["x", "y"]) byId("plot-" + axis).addEventListener("input", draw);
