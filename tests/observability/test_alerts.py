@@ -105,7 +105,7 @@ def test_every_symptom_has_its_rule_and_the_page_that_explains_it():
     _, lines = _run(*[GOOD | {"completions/clipped_ratio": 0.93}] * 3)
     assert lines[2] == [
         "WARNING: step 3: 93% of the answers are cut at rollout.max_completion_length: raise it, or have answers end "
-        "[completions/clipped_ratio > 0.6 for 3; docs/bad_run.md#answers-truncated]"
+        "[completions/clipped_ratio > 0.75 for 3; docs/bad_run.md#answers-truncated]"
     ]
 
 
@@ -133,8 +133,9 @@ def _supervised(losses: Sequence[float]) -> list[dict[str, float]]:
 BAD = {
     "learning-rate-too-high": _with(reward=[0.4, 0.38, 0.35, 0.2, 0.05, 0.02, 0.01, 0.0, 0.0, 0.0]),
     "learning-rate-too-high, supervised": _supervised([2.0, 2.0, 2.1, 2.6, 3.0, 3.5, 4.0, 4.0, 4.0, 4.0]),
+    "learning-rate-too-high, pairs": _supervised([0.693, 1.279, 1.327, 1.214]),
     "rewards-all-tied": _with(frac_advantage_zero=[1.0] * 10),
-    "answers-truncated": _with(completions__clipped_ratio=[0.7] * 10),
+    "answers-truncated": _with(completions__clipped_ratio=[0.8] * 10),
     "entropy-collapse": _with(
         entropy=[0.6, 0.5, 0.3, 0.1, 0.05] + [0.01] * 5, frac_reward_zero_std=[0.2, 0.3, 0.5, 0.7, 0.9] + [0.95] * 5
     ),
@@ -176,6 +177,10 @@ def test_a_good_run_has_no_alert():
     solved = [GOOD | STEADY | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.6 / 2**at, "frac_reward_zero_std": 0.95}
               for at in range(10)]  # fmt: skip
     assert not any(_run(*solved)[1])
+    greedy = [
+        GOOD | STEADY | {"entropy": 1e-15 / 9**at, "frac_reward_zero_std": 0.9, "reward_std": 0.4} for at in range(9)
+    ]
+    assert not any(_run(*greedy)[1])
     shrinking = [{"update/count": 1.0, "loss": 2.0 - at / 10} for at in range(10)]
     assert not any(_run(*shrinking)[1])
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="Chr
 
 ALERT = {
     "step": 31, "symptom": "answers-truncated", "text": "93% of the answers are cut at rollout.max_completion_length",
-    "rule": "completions/clipped_ratio > 0.6 for 3", "page": "docs/bad_run.md#answers-truncated",
+    "rule": "completions/clipped_ratio > 0.75 for 3", "page": "docs/bad_run.md#answers-truncated",
 }  # fmt: skip
 TURNS = [["<<12*3=", "36>>"], ["The answer is 36.", ""]]
 PROMPT = (

@@ -530,7 +530,7 @@ def test_alerts_lead_the_page_as_text_the_newest_of_each_symptom(tmp_path: Path)
     lines = [{"step": step, "symptom": kind, "text": text, "rule": "r", "page": "p"} for kind, step, text in kinds]
     (tmp_path / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": []}]))
     page = _Page(text := write_report(tmp_path).read_text())
-    assert re.findall('<p class="alert">.*?, step (.*?):', text) == ["[]", "5", "9"]
+    assert re.findall('<p class="alert">.*?, step (.*?):', text) == ["9", "5", "[]"]
     assert text.index('class="alert"') < text.index("<dl>") and "earlier one" not in text and page.events == []
 
 

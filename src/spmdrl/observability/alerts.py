@@ -136,10 +136,11 @@ def _collapse(metrics: Metrics, history: History) -> str:
     """Return a fall of the reward far beyond chance, or a loss of supervised steps that grows."""
     if "reward" not in metrics:
         losses = _values(history, "loss")
-        first, last = losses[:FIRST_STEPS], losses[-3:]
-        if len(losses) < 2 * FIRST_STEPS or min(last) <= 1.2 * fmean(first) or fmean(first) <= 0:
+        # The first update may have broken it already.
+        first, last = min(losses[:FIRST_STEPS], default=0.0), losses[-3:]
+        if len(losses) <= FIRST_STEPS or first <= 0 or min(last) <= 1.2 * first:
             return ""
-        return f"the loss grew {fixed(fmean(first), 3)} -> {fixed(last[-1], 3)}{_rate(metrics)}"
+        return f"the loss grew {fixed(first, 3)} -> {fixed(last[-1], 3)}{_rate(metrics)}"
     rewards, spread = _values(history, "reward"), _values(history, "reward_std")
     means = [fmean(rewards[at : at + 3]) for at in range(len(rewards) - 2)]
     if len(means) < 2 or not spread:
@@ -152,7 +153,7 @@ def _collapse(metrics: Metrics, history: History) -> str:
 
 def _truncated(metrics: Metrics, history: History) -> str:
     cut = _last(metrics, history, "completions/clipped_ratio", 3)
-    if not cut or min(cut) <= 0.6:
+    if not cut or min(cut) <= 0.75:
         return ""
     return f"{percent(cut[-1])} of the answers are cut at rollout.max_completion_length: raise it, or have answers end"
 
@@ -161,7 +162,8 @@ def _collapsed_entropy(metrics: Metrics, history: History) -> str:
     """Return an entropy near 0 while prompts are right or wrong as a whole: their responses are copies."""
     last, tied = _last(metrics, history, "entropy", 3), _last(metrics, history, "frac_reward_zero_std", 3)
     spread, first = metrics.get("reward_std", 0.0), _values(history, "entropy")[:FIRST_STEPS]
-    if not (last and tied and max(last) < 0.2 * fmean(first) and min(tied) > 0.8 and spread > 0.1):
+    # Below 0.01 it was near 0 from the start, as at a temperature of 0.
+    if not (last and tied and 0.01 < fmean(first) > 5 * max(last) and min(tied) > 0.8 and spread > 0.1):
         return ""
     return (
         f"the entropy fell {fixed(fmean(first), 3)} -> {fixed(last[-1], 3)}, and in {percent(tied[-1])} of the prompts "
@@ -214,16 +216,16 @@ def _worse_held_out(metrics: Metrics, history: History) -> str:
 
 SYMPTOMS_FOUND: Mapping[str, Symptom] = {
     "updates-skipped": Symptom("loss or gradient not finite", _skipped, "docs/failures.md#non-finite-values"),
+    "learning-rate-too-high": Symptom(
+        "mean reward of 3 < half of its most and reward_std / 2 below it; without rewards, loss > 1.2 x first for 3",
+        _collapse, f"{_PAGE}learning-rate-too-high",
+    ),
     "rewards-all-tied": Symptom(
         f"frac_advantage_zero is 1 for {STEPS_WITHOUT_SIGNAL}, or update/without_rows > 0", _without_signal,
         f"{_PAGE}rewards-all-tied",
     ),
     "steps-unfilled": Symptom("refill/unfilled > 0", _unfilled, f"{_PAGE}rewards-all-tied"),
-    "learning-rate-too-high": Symptom(
-        "reward < half of its most and reward_std / 2 below it, mean of 3; without rewards, loss > 1.2 x first for 3",
-        _collapse, f"{_PAGE}learning-rate-too-high",
-    ),
-    "answers-truncated": Symptom("completions/clipped_ratio > 0.6 for 3", _truncated, f"{_PAGE}answers-truncated"),
+    "answers-truncated": Symptom("completions/clipped_ratio > 0.75 for 3", _truncated, f"{_PAGE}answers-truncated"),
     "entropy-collapse": Symptom(
         "entropy < 0.2 x first and frac_reward_zero_std > 0.8 for 3, reward_std > 0.1", _collapsed_entropy,
         f"{_PAGE}entropy-collapse",

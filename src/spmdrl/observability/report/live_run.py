@@ -14,9 +14,8 @@ from spmdrl.observability.report.page import (
     Header,
     Samples,
     Section,
-    body_html,
     data_of,
-    header_html,
+    macro_html,
     page_html,
 )
 from spmdrl.observability.report.run_index import signature_of
@@ -61,7 +60,7 @@ class LiveRun:
             news["sections"][section.anchor] = self._bodies[section.anchor][0]
             if section.parts and isinstance(viewer := section.parts[0], Samples):
                 empty = section._replace(parts=[replace(viewer, samples=[])])
-                news["sections"][section.anchor] = body_html(empty)
+                news["sections"][section.anchor] = macro_html("body", empty)
                 news |= {"samples": viewer.samples, "note": viewer.note}
         return news
 
@@ -73,10 +72,10 @@ class LiveRun:
             return
         self._signature, self._version = signature, self._version + 1
         self._top, self._sections = self._contents(self._folder)
-        if (text := header_html(self._top)) != self._header:
+        if (text := macro_html("header", self._top)) != self._header:
             self._header, self._header_version = text, self._version
         for section in self._sections:
-            body, before = body_html(section), self._bodies.get(section.anchor)
+            body, before = macro_html("body", section), self._bodies.get(section.anchor)
             if before is None or before[0] != body:
                 self._bodies[section.anchor] = body, self._version
         self._wait_until = time.monotonic() + _IDLE_TIMES * (time.monotonic() - started)

@@ -104,14 +104,9 @@ def index_html(title: str) -> str:
     return _whole_page("index.html", INDEX_SCRIPTS, title=title, live="runs.json")
 
 
-def body_html(section: Section) -> str:
-    """Return the part of the page below a section's title."""
-    return _templates().get_template("parts.html").module.body(section)
-
-
-def header_html(header: Header) -> str:
-    """Return the top of the page."""
-    return _templates().get_template("parts.html").module.header(header)
+def macro_html(name: str, value: Section | Header) -> str:
+    """Return a part of the page: the `header`, or the `body` below a section's title."""
+    return str(getattr(_templates().get_template("parts.html").module, name)(value))
 
 
 def data_of(sections: Sequence[Section]) -> dict[str, list[list[dict[str, Any]]]]:

@@ -124,7 +124,8 @@ class Curve:
     def _start_anew(self, inode: int) -> None:
         self._inode, self._offset = inode, 0
         self.step, self.seconds = 0, 0.0
-        self.measure, self.last = "", None
+        self.measure = ""
+        self.last: float | None = None
         self._sums: list[tuple[float, int]] = []
         self._stride = 1
 

@@ -45,7 +45,7 @@ def header(run: RunData) -> Header:
         "Best checkpoint": best_text(run.summary),
     }
     newest = {str(alert.get("symptom")): _alert(alert) for alert in run.alerts}
-    return Header(run.name, verdict, tone, facts, list(newest.values())[::-1])
+    return Header(run.name, verdict, tone, facts, list(newest.values()))
 
 
 def _alert(alert: Mapping[str, Any]) -> dict[str, str]:

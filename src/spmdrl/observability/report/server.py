@@ -88,7 +88,9 @@ class Pages:
         """Return the page of a run, of which those that were asked for last are kept; None if there is no such run."""
         if key not in self._live:
             with self._locks[0]:
-                folder = self._index.folder_of(key) or (self._index.rows() and self._index.folder_of(key))
+                if self._index.folder_of(key) is None:
+                    self._index.rows()
+                folder = self._index.folder_of(key)
             if folder is None:
                 return None
             self._live[key] = LiveRun(folder, self._contents)
