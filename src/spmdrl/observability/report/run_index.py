@@ -174,15 +174,14 @@ class Curve:
 
 
 def _number_of(line: bytes, name: str) -> float | None:
-    """Return a finite number of a line that `JsonlWriter` wrote."""
+    """Return a number of a line that `JsonlWriter` wrote; from its end, where the names that are looked for stand."""
     key = f'"{name}": '.encode()
-    start = line.find(key)
+    start = line.rfind(key)
     if start < 0:
         return None
     start += len(key)
-    ends = [end for end in (line.find(b",", start), line.find(b"}", start)) if end >= 0]
     try:
-        return float(line[start : min(ends, default=start)])
+        return float(line[start : start + 40].partition(b",")[0].strip(b"} "))
     except ValueError:
         return None
 
