@@ -239,6 +239,13 @@ def test_a_rule_of_ones_own_names_value_rule_and_step():
     assert lines == [[], ["WARNING: step 2: kl is 0.3000 [kl > 0.2 for 2; docs/metrics.md#alerts]"], []]
 
 
+def test_a_rule_whose_metric_nothing_records_names_the_nearest_one_once():
+    watch = AlertWatch({"entropi": "< 0.05", "eval/accuracy": "< 0.5", "kl": "> 9"})
+    found = [alert.line for step in range(1, 20) for alert in watch.alerts(step, {"entropy": 1.0, "kl": 0.1})]
+    assert len(found) == 1 and found[0].startswith("WARNING: step 10: log.alerts has a rule of entropi, which no step")
+    assert "did you mean entropy? [entropi < 0.05; docs/metrics.md]" in found[0]
+
+
 def test_a_resumed_run_remembers_its_first_steps_and_drops_later_alerts(tmp_path: Path):
     config = LogConfig(alerts={"entropy": "< 0.5 x first"})
     metrics, log = MetricsLog(tmp_path, ["jsonl"]), AlertLog(tmp_path, config, last_step=-1)

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from spmdrl.nouns.settings.alert_rule import FIRST_STEPS, NEVER, read_rules
 from spmdrl.observability.health import IDLE_IN_A_ROW, SIGNS, likely_cause, num_left_out, shown, why_without_rows
+from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.observability.terminal.units import fixed, percent, scientific
 
 Metrics = Mapping[str, float]
@@ -17,6 +18,7 @@ History = Sequence[Metrics]
 
 STEPS_WITHOUT_SIGNAL = 3
 """number of consecutive steps without a signal that is no coincidence"""
+_STEPS_BEFORE_ADVICE = 10
 _KEPT_STEPS = 100  # At each end of a run; its middle isn't needed for trends.
 _PAGE = "docs/bad_run.md#"
 _LEARNT = ("reward", "preference/accuracy", "answer_probability")
@@ -80,11 +82,22 @@ class AlertWatch:
             for name, rule in self._own.items()
             if rule.holds(self._history) and self._is_due(name)
         ]
+        if len(self._history) == _STEPS_BEFORE_ADVICE:
+            due += self._misspelt(step, metrics)
         if broken := [f"{name} is {value}" for name, value in _broken(metrics) if self._is_due(name)]:
             text = f"not finite: {', '.join(broken)}"
             due.append(Alert(step, "not-finite", text, "a metric is nan or inf", "docs/failures.md#non-finite-values"))
         due += [Alert(step, "slow-ranks", text, "own work", "docs/failures.md#slow-ranks") for text in slow]
         return [alert for alert in due if alert.symptom not in self._off]
+
+    def _misspelt(self, step: int, metrics: Metrics) -> Iterator[Alert]:
+        """Yield rules of a metric that no step has recorded, but whose name is nearly that of another one."""
+        seen = {name for earlier in self._history for name in earlier}
+        for rule in self._own.values():
+            for name in {condition.metric for condition in rule.conditions} - seen:
+                if near := nearest(name, metrics):
+                    text = f"log.alerts has a rule of {name}, which no step has recorded; did you mean {near}?"
+                    yield Alert(step, name, text, rule.text, "docs/metrics.md")
 
     def _keep(self, metrics: Metrics) -> None:
         self._history.append({name: value for name, value in metrics.items() if name in self._kept})
