@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -213,7 +214,8 @@ def read_metrics(run_dir: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield (step, metrics) of metrics.jsonl; values that aren't numbers are left out."""
     for record in read_jsonl(Path(run_dir) / METRICS_FILE):
         step = record.pop("step", None)
-        values = {name: number(value) for name, value in record.items()}
+        # The same few names in each of thousands of lines.
+        values = {sys.intern(name): number(value) for name, value in record.items()}
         if isinstance(step, int):
             yield step, {name: value for name, value in values.items() if value is not None}
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spmdrl.observability.alert_log import ALERTS_FILE
 from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE
-from spmdrl.observability.report.page import (
-    Header,
-    Samples,
-    Section,
-    data_of,
-    macro_html,
-    page_html,
-)
+from spmdrl.observability.report.page import Drawn, Header, Section, drawn, drawn_page, macro_html
 from spmdrl.observability.report.run_index import signature_of
 from spmdrl.observability.summary import SUMMARY_FILE
 from spmdrl.runtime.supervision.holder import is_held
@@ -38,31 +30,29 @@ class LiveRun:
         self._signature: object = None
         self._wait_until = 0.0
         self._version = 0
-        self._top = Header("", "", "", {})
-        self._header, self._header_version = "", 0
-        self._sections: Sequence[Section] = ()
-        self._bodies: dict[str, tuple[str, int]] = {}
-        """each section's text, and the version in which it changed last"""
+        self._header = Header("", "", "", {})
+        self._header_version = 0
+        self._sections: dict[str, tuple[Drawn, int]] = {}
+        """sections by anchor, and the version in which each changed last"""
 
     def page(self) -> str:
         """Return the whole page."""
         self._refresh()
-        return page_html(self._top, self._sections, live=f"parts.json?known={self._version}")
+        sections = [section for section, _ in self._sections.values()]
+        return drawn_page(self._header, sections, live=f"parts.json?known={self._version}")
 
     def parts(self, known: int) -> dict[str, Any]:
         """Return what has changed since a version; its charts' data come with a section, samples by themselves."""
         self._refresh()
-        changed = [one for one in self._sections if self._bodies[one.anchor][1] > known]
-        news: dict[str, Any] = {"version": self._version, "charts": data_of(changed), "sections": {}}
+        changed = {name: section for name, (section, version) in self._sections.items() if version > known}
+        news: dict[str, Any] = {"version": self._version}
         if self._header_version > known:
-            news["header"] = self._header
-        for section in changed:
-            news["sections"][section.anchor] = self._bodies[section.anchor][0]
-            if section.parts and isinstance(viewer := section.parts[0], Samples):
-                empty = section._replace(parts=[replace(viewer, samples=[])])
-                news["sections"][section.anchor] = macro_html("body", empty)
-                news |= {"samples": viewer.samples, "note": viewer.note}
-        return news
+            news["header"] = macro_html("header", self._header)
+        for section in changed.values():
+            if section.samples:
+                news |= {"samples": section.samples, "note": section.note}
+        bodies = {name: section.body for name, section in changed.items()}
+        return news | {"sections": bodies, "charts": {name: one.charts for name, one in changed.items() if one.charts}}
 
     def _refresh(self) -> None:
         """Make the parts anew if a file has changed, but use at most a quarter of the time for it."""
@@ -71,11 +61,11 @@ class LiveRun:
         if signature == self._signature or started < self._wait_until:
             return
         self._signature, self._version = signature, self._version + 1
-        self._top, self._sections = self._contents(self._folder)
-        if (text := macro_html("header", self._top)) != self._header:
-            self._header, self._header_version = text, self._version
-        for section in self._sections:
-            body, before = macro_html("body", section), self._bodies.get(section.anchor)
-            if before is None or before[0] != body:
-                self._bodies[section.anchor] = body, self._version
+        header, sections = self._contents(self._folder)
+        if header != self._header:
+            self._header, self._header_version = header, self._version
+        for section in map(drawn, sections):
+            before = self._sections.get(section.section.anchor)
+            if before is None or before[0] != section:
+                self._sections[section.section.anchor] = section, self._version
         self._wait_until = time.monotonic() + _IDLE_TIMES * (time.monotonic() - started)

@@ -90,13 +90,35 @@ class Header(NamedTuple):
     """the last alert of each symptom"""
 
 
-def page_html(header: Header, sections: Sequence[Section], *, live: str = "") -> str:
-    """Return the whole page; scripts, styles and data are part of it, and all that a run wrote is escaped.
+class Drawn(NamedTuple):
+    """A section as HTML, with the data that the page's script needs: charts and samples in the order of the page."""
 
-    With `live`, a path beside the page's own, it fetches from there what has changed, and has all sections.
-    """
-    shown = [section for section in sections if section.parts or live]
-    return _whole_page("page.html", SCRIPTS, header=header, sections=shown, chart_data=data_of(shown), live=live)
+    section: Section
+    """without its parts"""
+    body: Markup
+    charts: list[list[dict[str, Any]]]
+    samples: list[Mapping[str, Any]]
+    note: str
+    """about the samples"""
+
+
+def drawn(section: Section) -> Drawn:
+    """Draw a section; values of single steps that it doesn't show are not kept."""
+    charts = [chart_data(chart) for part in section.parts if isinstance(part, ChartGrid) for chart in part.charts]
+    viewers = [part for part in section.parts if isinstance(part, Samples)]
+    samples, note = (list(viewers[0].samples), viewers[0].note) if viewers else ([], "")
+    return Drawn(section._replace(parts=[]), Markup(macro_html("body", section)), charts, samples, note)  # noqa: S704
+
+
+def page_html(header: Header, sections: Sequence[Section]) -> str:
+    """Return the whole page; scripts, styles and data are part of it, and all that a run wrote is escaped."""
+    return drawn_page(header, [drawn(section) for section in sections if section.parts])
+
+
+def drawn_page(header: Header, sections: Sequence[Drawn], *, live: str = "") -> str:
+    """Return the page of these sections; with `live`, a path beside its own, it fetches from there what has changed."""
+    data = {one.section.anchor: one.charts for one in sections if one.charts}
+    return _whole_page("page.html", SCRIPTS, header=header, sections=sections, chart_data=data, live=live)
 
 
 def index_html(title: str) -> str:
@@ -107,16 +129,6 @@ def index_html(title: str) -> str:
 def macro_html(name: str, value: Section | Header) -> str:
     """Return a part of the page: the `header`, or the `body` below a section's title."""
     return str(getattr(_templates().get_template("parts.html").module, name)(value))
-
-
-def data_of(sections: Sequence[Section]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Return the script's data of each section's charts, in order."""
-    grids = {section.anchor: [part for part in section.parts if isinstance(part, ChartGrid)] for section in sections}
-    return {
-        name: [chart_data(chart) for grid in all_of for chart in grid.charts]
-        for name, all_of in grids.items()
-        if all_of
-    }
 
 
 def _whole_page(template: str, scripts: Sequence[str], *, live: str, **values: object) -> str:
