@@ -106,13 +106,16 @@ def _live(run_dir: Path, client: _Client, arguments: argparse.Namespace) -> Iter
         with (run_dir / "metrics.jsonl").open("a") as metrics, (run_dir / "samples.jsonl").open("a") as texts:
             metrics.write(json.dumps(json.loads(last) | {"step": step}, sort_keys=True) + "\n")
             texts.writelines(json.dumps(sample | {"step": step}, sort_keys=True) + "\n" for sample in samples)
-        if step % max(1, arguments.live // 40) == 0:
+        if step % max(1, arguments.live // 20) == 0:
             client.timed("runs.json")
-            seconds, body = client.timed(f"run/run_000/parts.json?known={version}")
-            if (newest := json.loads(body)["version"]) != version:
-                version = newest
-                yield seconds, client.resident_mib
-            time.sleep(3 * seconds)
+            newest = version
+            # The server rests between two makings of a page.
+            while newest == version:
+                time.sleep(0.1)
+                seconds, body = client.timed(f"run/run_000/parts.json?known={version}")
+                newest = json.loads(body)["version"]
+            version = newest
+            yield seconds, client.resident_mib
 
 
 class _Client:
