@@ -45,7 +45,7 @@ PLACEHOLDER = re.compile(r"\$|\.\.\.|\b[A-Z][A-Z_]+\b(?!\.)|=[A-Z]$")
 TEXTS = ("model.path", "run.dir", "run.name")
 FILES = (".py", ".json", ".yaml", ".lock", ".token")
 # Values of any kind, whose own keys aren't a config's.
-OPEN = {"data.train", "data.eval", "rollout.engine_kwargs", "data.chat_template_kwargs"}
+OPEN = {"log.alerts", "data.train", "data.eval", "rollout.engine_kwargs", "data.chat_template_kwargs"}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from spmdrl.observability import alert_log, alerts
 from spmdrl.observability.alert_log import ALERTS_FILE, AlertCommands, AlertLog
 from spmdrl.observability.alerts import SYMPTOMS_FOUND, Alert, AlertWatch
 from spmdrl.observability.health import counts_so_far, trouble_of
-from spmdrl.observability.log import MetricsLog, check_backends
+from spmdrl.observability.log import MetricsLog
+from spmdrl.observability.trackers import check_backends
 from tests.observability.test_health import GOOD, SKIPPED, STEADY
 
 EMPTY = {"update/count": 2.0, "update/skipped": 2.0, "update/without_rows": 2.0}

@@ -23,8 +23,8 @@ from spmdrl.job.run.run import Run
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.prepared import Prepared
+from spmdrl.nouns.statistics import Estimate, interval_of, wilson
 from spmdrl.observability.outage import best_effort
-from spmdrl.observability.statistics import Estimate, interval_of, wilson
 from spmdrl.observability.summary import AT_K, read_summary, write_summary
 from spmdrl.resources.device import to_host
 from spmdrl.runtime.supervision.stop_request import StopAgreed

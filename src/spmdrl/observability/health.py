@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spmdrl.observability.statistics import Estimate, mean_over_prompts
+from spmdrl.nouns.statistics import Estimate, mean_over_prompts
 from spmdrl.observability.terminal.units import fixed, percent, scientific
 
 Metrics = Mapping[str, float]

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from spmdrl.config.reader import ConfigError
+from spmdrl.nouns.statistics import Estimate
 from spmdrl.observability.log import read_metrics
-from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 from spmdrl.runtime.screen import show
 from tests.bench.harness.bench_table import BenchTable

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmdrl.nouns.statistics import Estimate
 from spmdrl.observability.log import read_metrics
-from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.summary import read_summary
 from tests.bench.harness.train_runs import run_verb, words_of
 from tests.bench.learning.recipes import (

@@ -17,7 +17,7 @@ from spmdrl.engines.models.make_model import make_model_folder
 from spmdrl.job.start.checked_run import Verb
 from spmdrl.job.start.start_checks import check_run
 from spmdrl.nouns.settings.model_config import MakeConfig
-from spmdrl.observability.statistics import Estimate
+from spmdrl.nouns.statistics import Estimate
 from spmdrl.observability.summary import write_summary
 from tests.bench.__main__ import main
 from tests.bench.harness.train_runs import words_of

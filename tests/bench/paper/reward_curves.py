@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from spmdrl.config.reader import ConfigError
-from spmdrl.observability.statistics import Estimate
+from spmdrl.nouns.statistics import Estimate
 from spmdrl.verbs.doctor.commands import run_to_end
 from tests.bench.harness.bench_table import BenchTable
 from tests.bench.harness.in_turn import in_turn

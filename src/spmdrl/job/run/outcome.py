@@ -18,12 +18,12 @@ from spmdrl.job.run.resuming import Resuming, RunRecord, keep_config
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.settings.log_config import LogConfig
+from spmdrl.nouns.statistics import interval_of
 from spmdrl.observability.health import at_ends, trouble_of
 from spmdrl.observability.log import METRICS_FILE, TrackedRun, read_metrics
 from spmdrl.observability.outage import best_effort
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.report.report import write_report
-from spmdrl.observability.statistics import interval_of
 from spmdrl.observability.summary import (
     keep_room,
     provenance,

@@ -26,9 +26,9 @@ from spmdrl.job.run.run_folder import on_every_rank
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.job.run.savable import Savable
 from spmdrl.job.start.checked_run import CheckedRun
+from spmdrl.nouns.statistics import Estimate
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.health import too_many_skips
-from spmdrl.observability.statistics import Estimate
 from spmdrl.observability.terminal.console import Console
 from spmdrl.observability.timeline import Timeline
 from spmdrl.resources.collectives import barrier

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.observability.statistics import average_at_k, mean_pass_at_k, pass_at_k, wilson
+from spmdrl.nouns.statistics import average_at_k, mean_pass_at_k, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(
