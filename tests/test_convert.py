@@ -257,3 +257,46 @@ def test_settings_that_need_nothing_are_read_by_the_verbs_too(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="per_device_train_batch_size counts rows of one process; set rollout"):
         load_config([], [*base, "per_device_train_batch_size=8"], "train")
     assert [parts for parts, _ in leaves(read_elsewhere(file, [])[0][1])] == [()]
+
+
+# What a laptop hasn't: the model, its data, several devices, vLLM, and a tracker's account.
+TINY = {
+    "model": "{path: null, make: {hidden_size: 32, num_hidden_layers: 1, max_position_embeddings: 128}}",
+    "model.dtype": "float32",
+    "data.eval": "null", "data.split": "null", "data.max_rows": "null", "data.max_prompt_length": "64",
+    "data.chat_template": "auto", "data.chat_template_kwargs": "{}", "data.prompt_key": "null",
+    "resources": "{device: cpu}", "log.backends": "[jsonl]", "checkpoint.interval": "0", "checkpoint.best": "null",
+    "checkpoint.keep_best": "null", "train.max_tokens_per_microbatch": "256", "resume": "never", "eval.interval": "0",
+}  # fmt: skip
+OF_VERB = {
+    "train": {
+        "data.train": "synthetic://addition?low=0&high=49", "data.answer_key": "null", "train.max_steps": "2",
+        "rollout.prompts_per_step": "8", "rollout.max_completion_length": "6", "rollout.engine": "native",
+        "rollout.num_generations": "4", "resources.generation.tensor": "1", "reward.functions": "[exact]",
+        "reward.weights": "null", "reshard.swap": "auto",
+    },
+    "sft": {"data.train": "synthetic://addition?low=0&high=49", "sft.max_steps": "2", "sft.rows_per_step": "8"},
+    "preferences": {
+        "data.train": "synthetic://addition?low=0&high=49&max_error=20", "preferences.max_steps": "2",
+        "preferences.rows_per_step": "8",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_written_trains_two_steps_of_a_tiny_model(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb, run = VERBS.get(path.stem, "train"), tmp_path / "run"
+    written = converted(path, tmp_path / "run.yaml")
+    changed = TINY | OF_VERB[verb]
+    if "critic.path" in written or written.get("algo.name") == "ppo":
+        changed["critic"] = "{path: null}"
+    words = [*(f"{key}={value}" for key, value in changed.items()), f"run.dir={run}"]
+    assert main(["check", *([] if verb == "train" else [verb]), "run.yaml", *words]) == 0, capsys.readouterr()
+    assert main([verb, "run.yaml", *words]) == 0, capsys.readouterr()
+    steps = [line for line in (run / "metrics.jsonl").read_text().splitlines() if line]
+    assert len(steps) == 2
+    capsys.readouterr()

@@ -183,7 +183,10 @@ class KnownNames:
 
     def reason_to_drop(self, key: str, given: Given) -> str | None:
         """Return why there is nothing to set for a name with this value; None for other names."""
-        return self.needless.get(f"{key}={given.text}".lower(), self.needless.get(key))
+        # Inside the section of its key an alias has the same values.
+        names = [key, self.spellings[key].name] if key in self.spellings else [key]
+        found = (self.needless.get(f"{name}={given.text}".lower(), self.needless.get(name)) for name in names)
+        return next((reason for reason in found if reason), None)
 
     def flag_value(self, key: str) -> tuple[str, str] | None:
         """Return the name and value of a flag without a value: `--name` or, for false, `--no_name`; None for others."""
