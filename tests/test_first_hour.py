@@ -132,7 +132,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None
 
 MISTAKES = [
     (["trian", QUICKSTART], "did you mean train?"),
-    (["train"], "configs/debug/quickstart.yaml"),
+    (["train"], "spmdrl init quickstart"),
     (["train", "configs/debug/quikstart.yaml"], "quickstart.yaml"),
     (["train", QUICKSTART, "algo.name=ppo"], "set critic={}"),
     (["train", QUICKSTART, "resources.device=cuda"], "cuda"),

@@ -110,12 +110,13 @@ def test_an_installed_wheel_names_files_that_are_there(tmp_path: Path) -> None:
     subprocess.run(pip, check=True, capture_output=True)
     # What it needs, but not the clone that the same folder points to.
     env = environment(PYTHONPATH=sysconfig.get_path("purelib"))
-    told = subprocess.run(
-        [python, "-m", "spmdrl", "train"], cwd=tmp_path, capture_output=True, text=True, env=env, check=False
-    )
-    [named] = re.findall(r"such as (\S+)", told.stderr)
-    assert told.returncode == 2 and Path(named).is_file() and Path(named).is_relative_to(tmp_path / "venv")
-    checked = subprocess.run(
-        [python, "-m", "spmdrl", "check", named], cwd=tmp_path, capture_output=True, text=True, env=env, check=False
-    )
+
+    def spmdrl(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-m", "spmdrl", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, check=False)
+
+    told = spmdrl("train")
+    [named] = re.findall(r"such as the run.yaml of spmdrl (init \w+)", told.stderr)
+    assert told.returncode == 2 and spmdrl(*named.split()).returncode == 0
+    checked = spmdrl("check", "run.yaml")
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -56,7 +56,7 @@ def test_four_commands_from_a_wheel(installed: Path) -> None:
         ["init", "quickstart"],
         ["train", "run.yaml", *few, "run.dir=runs/first", "resources.device=cpu"],
         ["report", "runs/first"],
-        ["generate", "model.path=runs/first", "prompt='3+4='", "resources.device=cpu"],
+        ["generate", "model.path=runs/first", "prompt=3+4=", "resources.device=cpu"],
     ):
         done = run("-m", "spmdrl", *words, folder=installed)
         assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])
