@@ -24,10 +24,16 @@ FEW = {
 
 
 def run_python(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, *words], cwd=folder, env=environment_in(folder), capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    """An environment in which copies of functions stay below the folder."""
+    cache = {"XDG_CACHE_HOME": str(folder / "cache")}
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **cache}
 
 
 def longer(completions, **columns):
@@ -76,6 +82,8 @@ def test_the_script_of_twelve_lines_runs(tmp_path: Path) -> None:
     done = run_python(str(EXAMPLES / "grpo_in_12_lines.py"), folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.splitlines()[-1].split()[0]) >= 0
+    [copy] = (tmp_path / "cache" / "spmdrl" / "functions").iterdir()
+    assert copy.read_text().startswith("def score(") and copy.parent.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("name", ["grpo_in_a_notebook", "reading_runs"])
@@ -93,9 +101,9 @@ def test_notebooks_run_from_top_to_bottom(name: str, tmp_path: Path) -> None:
         "    linecache.cache[name] = (len(text), None, text.splitlines(True), name)\n"
         "    exec(compile(text, name, 'exec'), globals())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(driver)], input=json.dumps(code), cwd=tmp_path, env=environment, capture_output=True,
+        [sys.executable, str(driver)], input=json.dumps(code), cwd=tmp_path, env=environment_in(tmp_path),
+        capture_output=True,
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

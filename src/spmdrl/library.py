@@ -16,13 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, TypeAlias
 
 from spmdrl.config.config import Config, load_config
 from spmdrl.config.given import inline
 from spmdrl.config.reader import LoadedConfig
-from spmdrl.observability.jsonl import read_jsonl
+from spmdrl.observability.jsonl import read_jsonl, write_atomic
 from spmdrl.observability.summary import read_summary
 from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.supervision.stop_request import request
@@ -172,8 +171,11 @@ def _spec(function: Callable[..., Any]) -> str:
             f"{name} uses {', '.join(used)} from outside of it; import or define it inside the function, or put both "
             "into a file of their own and name that, as in rewards.py:score"
         )
-    path = Path(gettempdir()) / f"spmdrl_{os.getuid()}_{sha256(text.encode()).hexdigest()[:16]}.py"
-    path.write_text(text, encoding="utf-8")
+    # Not in /tmp, where others could put a file of that name; the same on all ranks, which compare their settings.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "spmdrl" / "functions"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = cache / f"{name}_{sha256(text.encode()).hexdigest()[:16]}.py"
+    write_atomic(path, text)
     return f"{path}:{name}"
 
 

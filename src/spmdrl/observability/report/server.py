@@ -1,4 +1,4 @@
-"""Reports served while runs go on: pages and their data, on loopback, for whoever has the address with its token."""
+"""Server of reports while runs go on: pages and their data, on loopback, at an address with a token."""
 
 from __future__ import annotations
 
