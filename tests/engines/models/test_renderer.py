@@ -220,6 +220,13 @@ def test_a_system_prompt_stands_before_conversations_that_have_none():
     assert chatml.prompt_text(USER, {}).startswith("<|im_start|>system\nBe brief<|im_end|>")
     own = [{"role": "system", "content": "Sing"}, *USER]
     assert "Be brief" not in chatml.prompt_text(own, {}) and "Be brief" in parts(chatml, USER, "2")[0]
+    ours = {"system_prompt": "Sing"}
+    assert "Sing" in chatml.prompt_text(USER, ours) and "Sing" in parts(chatml, USER, "2", **ours)[0]
+    whole = chatml.conversation([*USER, {"role": "assistant", "content": "2"}], ours)
+    assert "Sing" in chatml.tokenizer.raw.decode(whole.ids)
+    assert "Be brief" in chatml.prompt_text(USER, {"system_prompt": None})
+    with pytest.raises(RowNotRendered, match="'system_prompt' is 3, but must be a text"):
+        chatml.prompt_text(USER, {"system_prompt": 3})
     llama2 = Renderer(renderer_of("llama 2").tokenizer, TemplateOptions(system_prompt="Be brief"))
     assert "no system messages here" in llama2.prompts([USER]).problems[0]
 
@@ -270,16 +277,16 @@ def test_an_answer_without_an_end_of_turn_ends_with_the_stop_token(folder):
 @pytest.mark.parametrize(
     ("rows", "options", "line"),
     [
-        ((3, 0, False), {}, "prompts are text, for which the chat template of .*set data.chat_template: always"),
-        ((3, 0, True), {"use": "never"}, "the column tools: not used"),
-        ((3, 0, False), {"system_prompt": "Add"}, "data.system_prompt: not used"),
-        ((0, 3, True), {}, "the column tools isn't used: the chat template of .* has no tools"),
-        ((0, 3, False), {}, "the chat template ends answers with '<|im_end|>' .* but responses stop at '<eos>' "),
+        ((3, 0), {}, "prompts are text, for which the chat template of .*set data.chat_template: always"),
+        ((3, 0, ["tools"]), {"use": "never"}, "the column tools: not used"),
+        ((3, 0, ["system_prompt"]), {"use": "never"}, "the column system_prompt: not used"),
+        ((3, 0), {"system_prompt": "Add"}, "data.system_prompt: not used"),
+        ((0, 3, ["tools"]), {}, "the column tools isn't used: the chat template of .* has no tools"),
+        ((0, 3), {}, "the chat template ends answers with '<|im_end|>' .* but responses stop at '<eos>' "),
     ],
 )
 def test_what_isnt_used_or_disagrees_is_named_in_one_line(folder, rows, options, line):
-    num_texts, num_in_template, has_tools = rows
-    lines = renderer_with(folder, PLAIN, **options).warnings(num_texts, num_in_template, has_tools=has_tools)
+    lines = renderer_with(folder, PLAIN, **options).warnings(*rows)
     assert any(re.search(line.replace("|", r"\|"), one) for one in lines), lines
     assert all(one.startswith("WARNING: ") and "\n" not in one for one in lines)
 
@@ -289,9 +296,9 @@ def test_names_that_nothing_sets_and_options_that_nothing_reads_are_named(folder
     template.write_text(
         PLAIN + "{{ mesages }}{{ bos_token }}{% if thinking %}{{ thinking }}{% endif %}{{ x | default }}"
     )
-    lines = renderer_with(folder, PLAIN, file=str(template)).warnings(0, 3, has_tools=False)
+    lines = renderer_with(folder, PLAIN, file=str(template)).warnings(0, 3)
     assert any(line.endswith("own.jinja reads mesages, which only rows' kwargs could set") for line in lines), lines
-    lines = renderer_with(folder, PLAIN, kwargs={"enable_thinkin": True}).warnings(0, 3, has_tools=False)
+    lines = renderer_with(folder, PLAIN, kwargs={"enable_thinkin": True}).warnings(0, 3)
     assert any("doesn't read enable_thinkin of data.chat_template_kwargs" in line for line in lines), lines
 
 
@@ -299,14 +306,14 @@ def test_no_template_of_the_zoo_is_thought_to_read_a_name_that_nothing_sets(fold
     template = tmp_path / "own.jinja"
     for text in {entry.template for entry in ZOO}:
         template.write_text(text)
-        lines = renderer_with(folder, PLAIN, file=str(template)).warnings(0, 3, has_tools=False)
+        lines = renderer_with(folder, PLAIN, file=str(template)).warnings(0, 3)
         assert not any("which only rows' kwargs" in line for line in lines), lines
 
 
 def test_nothing_is_named_where_all_is_used(folder):
-    assert renderer_with(folder, None).warnings(3, 0, has_tools=False) == []
-    assert renderer_with(folder, PLAIN, use="never").warnings(3, 0, has_tools=False) == []
-    assert renderer_of("chatml").warnings(0, 3, has_tools=True) == []
+    assert renderer_with(folder, None).warnings(3, 0) == []
+    assert renderer_with(folder, PLAIN, use="never").warnings(3, 0) == []
+    assert renderer_of("chatml").warnings(0, 3, ["tools"]) == []
 
 
 @pytest.mark.parametrize(
@@ -321,7 +328,7 @@ def test_nothing_is_named_where_all_is_used(folder):
     ids=["end token", "no special token", "no answers", "raises", "broken"],
 )
 def test_templates_without_another_end_of_turn_bring_no_warning(template, folder):
-    assert renderer_with(folder, template).warnings(0, 1, has_tools=False) == []
+    assert renderer_with(folder, template).warnings(0, 1) == []
 
 
 @given(st.lists(st.text("abc 1+\n", max_size=4), min_size=2, max_size=7), st.booleans())

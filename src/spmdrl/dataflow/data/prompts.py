@@ -19,7 +19,7 @@ from spmdrl.dataflow.data.column_names import Messages
 from spmdrl.dataflow.data.data_rows import Row, SourceRows
 from spmdrl.dataflow.data.formats import BadRow, Flaw
 from spmdrl.dataflow.data.records import BadRows
-from spmdrl.engines.models.renderer import Answer, MarkedTokens, Renderer, TokenizedPrompts
+from spmdrl.engines.models.renderer import COLUMNS_OF_TEMPLATES, Answer, MarkedTokens, Renderer, TokenizedPrompts
 from spmdrl.nouns.batch import Batch, offsets_of
 from spmdrl.nouns.settings.data_config import DataConfig, RowNotRendered
 
@@ -107,8 +107,10 @@ class PromptSource:
         """Warnings about unused columns and template options."""
         num_in_template = sum(part.prompts.num_in_template for part in self._parts)
         num_texts = sum(len(part.rows) for part in self._parts) - num_in_template
-        has_tools = any(self._renderer.tools_of(row.columns) for part in self._parts for row in part.rows)
-        return self._renderer.warnings(num_texts, num_in_template, has_tools=has_tools)
+        rows = [row.columns for part in self._parts for row in part.rows]
+        has_tools = any(map(self._renderer.tools_of, rows))
+        columns = [name for name in COLUMNS_OF_TEMPLATES[1:] if any(row.get(name) for row in rows)]
+        return self._renderer.warnings(num_texts, num_in_template, [*["tools"] * has_tools, *columns])
 
     @property
     def digest(self) -> str:

@@ -70,7 +70,7 @@ class Conversation:
             )
         cut = _unused_letter([*messages, *(columns.get("tools") or ())])
         columns = {**columns, "tools": self._cut(columns.get("tools"), cut)}
-        asked = [self._cut(message, cut) for message in self._renderer.messages(messages)]
+        asked = [self._cut(message, cut) for message in self._renderer.messages(messages, columns)]
         return self._tokens(self._written(asked, columns), cut)
 
     def anew(
@@ -81,7 +81,7 @@ class Conversation:
         Special tokens are those of the prompt, behind which the `opening` stands, and of the template: turns and
         replies have none. Raises ValueError for messages that the template doesn't write.
         """
-        *before, last = self._renderer.messages(prompt)
+        *before, last = self._renderer.messages(prompt, columns)
         said = self.messages_of(exchanges)
         cut = _unused_letter([*before, last, *said, {"content": opening}])
         said = [self._cut(message, cut) for message in said]
@@ -128,7 +128,7 @@ class Conversation:
                 "Observation(text), or set data.chat_template: always"
             )
         new = [self._checked(number, message) for number, message in enumerate(new)]
-        prompt = self._renderer.messages(prompt)
+        prompt = self._renderer.messages(prompt, columns)
         if prompt[-1]["role"] == "assistant":
             # The model's turn continues this message.
             prompt.pop()
@@ -159,7 +159,7 @@ class Conversation:
         """
         if not self._renderer.uses_template(prompt):
             return []
-        begun = self._renderer.messages(prompt)
+        begun = self._renderer.messages(prompt, columns)
         if begun[-1]["role"] == "assistant":
             begun.pop()
         reply = self._checked(0, {"role": role, "name": "function", "content": "Well."})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from os.path import commonprefix
@@ -27,6 +27,7 @@ Messages = Sequence[Message]
 Answer = str | dict[str, Any]
 """text, or a message of the assistant with more than text, such as tool calls"""
 
+COLUMNS_OF_TEMPLATES = ("tools", "chat_template_kwargs", "system_prompt")
 _TOKENIZER_BATCH = 1024
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -71,7 +72,7 @@ class TokenizedPrompts:
 
 
 class Renderer:
-    """Renderer of rows for one tokenizer. A row's columns `tools` and `chat_template_kwargs` go to the template."""
+    """Renderer of rows for one tokenizer. A row's columns in COLUMNS_OF_TEMPLATES go to the template."""
 
     def __init__(
         self, tokenizer: ModelTokenizer, options: TemplateOptions | None = None,
@@ -133,7 +134,7 @@ class Renderer:
             return self.cut(prompt, columns)[0]
         if not self.uses_template(prompt):
             return _plain_prompt(prompt, self.own_tools)
-        messages = self.messages(prompt)
+        messages = self.messages(prompt, columns)
         if messages[-1]["role"] != "assistant":
             return self.rendered(messages, columns, add_generation_prompt=True)
         *before, last = messages
@@ -152,7 +153,7 @@ class Renderer:
         """Return a prompt's text through the content of its last message, the user's, and the text behind it."""
         if not self.uses_template(prompt):
             return _plain_prompt(prompt, self.own_tools), ""
-        *before, last = self.messages(prompt)
+        *before, last = self.messages(prompt, columns)
         if last["role"] != "user":
             raise RowNotRendered(
                 f"the environment adds to the user's message that ends a prompt, but this one ends with the role "
@@ -175,7 +176,7 @@ class Renderer:
         if not self.uses_template(prompt):
             answer_ids = self._ended(encode(answer if isinstance(answer, str) else _plain_text(answer)))
             return MarkedTokens.of_answer(self.tokenizer.begun(encode(self.prompt_text(prompt, columns))), answer_ids)
-        *before, last = self.messages(prompt)
+        *before, last = self.messages(prompt, columns)
         message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         if last["role"] == "assistant" and isinstance(answer, str):
             message = {**last, "content": f"{last.get('content') or ''}{answer}"}
@@ -197,7 +198,7 @@ class Renderer:
         before and after each of the assistant's messages: the text between them is marked, through the token that ends
         the turn. Raises ValueError if that is ambiguous, or the first token would be trained on.
         """
-        messages = self.messages(messages)
+        messages = self.messages(messages, columns)
         if _GENERATION.search(self._template(self.tools_of(columns))):
             how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             rendered = self._apply(messages, columns, **how)
@@ -219,14 +220,17 @@ class Renderer:
         for messages in (asked, [{"role": "system", "content": "?"}, *asked]):
             # Templates may raise anything of their own, such as a demand for a system message.
             try:
-                _, probe, after = self.rendered(self.messages(messages), {}).rpartition(_PROBE)
+                _, probe, after = self.rendered(self.messages(messages, {}), {}).rpartition(_PROBE)
             except ValueError:
                 continue
             return self.tokenizer.first_special(after) if probe else None
         return None
 
-    def warnings(self, num_texts: int, num_in_template: int, *, has_tools: bool) -> list[str]:
-        """Return warnings about unused or contradictory options, columns and tokenizer settings."""
+    def warnings(self, num_texts: int, num_in_template: int, columns: Collection[str] = ()) -> list[str]:
+        """Return warnings about unused or contradictory options, columns and tokenizer settings.
+
+        `columns` are those of COLUMNS_OF_TEMPLATES that rows have.
+        """
         lines: list[str] = []
         if num_in_template:
             lines += filter(None, (self._end_of_turn_warning(), self._names_warning()))
@@ -235,10 +239,10 @@ class Renderer:
                 f"WARNING: prompts are text, for which the chat template of {self.place} isn't used; set "
                 "data.chat_template: always, or never for a model that takes plain text"
             )
-        unused = [*self.options.named, *(["the column tools"] if has_tools else [])] if num_texts else []
-        if unused:
+        unused = [*self.options.named, *(f"the column {name}" for name in columns)]
+        if unused and num_texts:
             lines.append(f"WARNING: {', '.join(unused)}: not used for prompts without the chat template")
-        if has_tools and num_in_template and "tools" not in self._template([{}]):
+        if "tools" in columns and num_in_template and "tools" not in self._template([{}]):
             lines.append(f"WARNING: the column tools isn't used: the chat template of {self.place} has no tools")
         return lines
 
@@ -330,13 +334,16 @@ class Renderer:
         stops = self.tokenizer.stop_token_ids
         return ids if ids and ids[-1] in stops else [*ids, *stops[:1]]
 
-    def messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
-        """Return messages for the template: with the system's prompt, and without null entries."""
+    def messages(self, prompt: str | Messages, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return messages for the template: with the row's or the job's system prompt, and without null entries."""
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given):
             raise RowNotRendered("a message must be an object with the texts 'role' and 'content'")
         messages = [_without_null(message) for message in given]
-        system = self.options.system_prompt
+        system = columns.get("system_prompt")
+        system = self.options.system_prompt if system is None else system
+        if not isinstance(system, str | None):
+            raise RowNotRendered(f"'system_prompt' is {system!r:.60}, but must be a text; rename it otherwise")
         if system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": system})
         return messages
@@ -394,7 +401,7 @@ def _beginning(renderer: Renderer) -> str:
             f"'{use}' and the tokenizer has {'a' if renderer.has_template else 'no'} template; set data.chat_template: "
             "auto, and use a model that has one or data.chat_template_file"
         )
-    text = renderer.rendered(renderer.messages("?"), {}, add_generation_prompt=True)
+    text = renderer.rendered(renderer.messages("?", {}), {}, add_generation_prompt=True)
     return renderer.tokenizer.decode_all(renderer.tokenizer.encode_behind(text)[:1])
 
 

@@ -13,13 +13,12 @@ from spmdrl.dataflow.data.records import BadRows, is_made
 from spmdrl.engines.environment.environment_pool import EnvironmentPool
 from spmdrl.engines.environment.environment_runner import EnvironmentFacts
 from spmdrl.engines.environment.episode import Row
+from spmdrl.engines.models.renderer import COLUMNS_OF_TEMPLATES
 from spmdrl.engines.reward.functions import needs_answer
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.start.checked_run import ON_PAIRS, TRAINED, CheckedRun
 from spmdrl.runtime.launch import read_launch_environment
 from spmdrl.runtime.workers.call_pool import Unanswered
-
-_OF_TEMPLATES = {"tools", "chat_template_kwargs"}
 
 
 def with_rows(checked: CheckedRun) -> CheckedRun:
@@ -78,7 +77,7 @@ def unread_columns(checked: CheckedRun) -> list[str]:
     taken = {name.removesuffix("=") for names in checked.columns_taken.values() for name in names}
     if "**" in taken or config.environment.key is not None or config.teacher is not None:
         return []
-    taken |= _OF_TEMPLATES | ({config.reward_model.margin_key or ""} if checked.verb == "reward-model" else set())
+    taken |= {*COLUMNS_OF_TEMPLATES, (checked.verb == "reward-model" and config.reward_model.margin_key) or ""}
     unread: dict[str, None] = {}
     for part in (*checked.train_rows, *checked.eval_rows):
         if (part.source.format or config.data.format) == "auto" and not is_made(part.source.path):

@@ -162,7 +162,7 @@ class DataConfig:
     chat_template_file: str | None = None
     """Jinja file that replaces the tokenizer's chat template, in saved models too; null: the tokenizer's"""
     system_prompt: str | None = None
-    """system message of conversations in the chat template that have none; null: none"""
+    """system message of conversations in the chat template that have none; a row's column of this name wins"""
     format: FormatName = "auto"
     """format of the rows; auto: prompts as they are, under the names that prompt_key and answer_key list; gsm8k,
     math500, aime, gpqa: the benchmark's columns, and a prompt that asks for an answer that rewards can read"""
