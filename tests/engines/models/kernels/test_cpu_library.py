@@ -12,6 +12,7 @@ import torch
 
 from spmdrl.engines.models.kernels import ops
 from spmdrl.engines.models.kernels.cpp import cpu_library as library
+from tests.engines.models.kernels import test_row_attention
 from tests.engines.models.kernels.test_paged_attention import CASES, pages, softmax_attention
 
 pytestmark = pytest.mark.cpu_only(reason="it builds for the CPU")
@@ -50,6 +51,22 @@ def test_it_is_built_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert library.cpu_library() is not None
     attends()
     assert list(folder.iterdir()) == [built]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["znver3", "haswell"])
+def test_its_bits_dont_depend_on_what_the_compiler_tunes_for(
+    processor: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or "avx2" not in library._processor():
+        pytest.skip("needs g++ and a processor with AVX2")
+    other = tmp_path / "other++"
+    other.write_text(f'#!/bin/bash\nexec {compiler} "${{@/-march=native/-march=x86-64-v3}}" -mtune={processor}\n')
+    other.chmod(0o700)
+    monkeypatch.setenv("CXX", str(other))
+    test_row_attention.test_cached_positions_have_the_bits_of_whole_rows((4, 2, 32, 32), 32)
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_a_folder_that_others_write_to_isn_t_read(
