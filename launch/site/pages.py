@@ -22,6 +22,8 @@ from spmdrl.config.coming_from import pages  # noqa: E402 - from the clone
 COMING_FROM = {f"coming_from/{name}.md": "\n".join(lines) + "\n" for name, lines in pages().items()}
 REPOSITORY = os.environ.get("SPMDRL_REPOSITORY", "").rstrip("/")
 FENCE = re.compile(r"^( *)```.*?^ *```$", re.MULTILINE | re.DOTALL)
+# Wide screens show wide code; others wrap what would be cut, such as a command's comment.
+STYLE = ".md-grid { max-width: 76rem } .md-typeset pre > code { white-space: pre-wrap }\n"
 LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`]*`)*)\]\(([^)\s]+)\)")
 page_of: dict[str, str] = {}
 """address in the site of each file of the repository that it has"""
@@ -43,6 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add README.md and the recipes' pages, and take down which file became which page."""
     for file in files:
         page_of[f"docs/{file.src_uri}"] = file.src_uri
+    files.append(File.generated(config, "wide.css", content=STYLE))
     added = {"index.md": ROOT / "README.md"} | {f"recipes/{_name(path)}": path for path in _outside()}
     for uri, path in added.items():
         files.append(File.generated(config, uri, content=path.read_text(encoding="utf-8")))
@@ -54,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to pages and files of the site, or to the repository."""
+    """Point links to pages and files of the site, or to the repository; a file's name becomes its page's title."""
     source = PurePosixPath(next(path for path, uri in page_of.items() if uri == page.file.src_uri))
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
@@ -71,6 +74,8 @@ def _moved(link: re.Match[str], source: PurePosixPath) -> str:
     wanted = os.path.normpath(source.parent / path)
     found = next((name for name in (wanted, f"{wanted}/README.md") if name in page_of), None)
     if found is not None:
+        if text.endswith(".md") and (ROOT / found).exists():
+            text = _title((ROOT / found).read_text(encoding="utf-8"))
         own = PurePosixPath(page_of[str(source)]).parent
         return f"{mark}[{text}]({os.path.relpath(page_of[found], own)}{hash_sign}{fragment})"
     if not (ROOT / wanted).exists():
