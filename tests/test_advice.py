@@ -66,6 +66,11 @@ def test_every_key_that_advice_names_exists() -> None:
         (["rollout.name=sglang"], "set rollout.engine to native or vllm"),
         (["data.truncation=left"], "data.on_bad_row=skip leaves out"),
         (["algo.name=kto"], "there is no KTO; `spmdrl preferences`"),
+        (["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"], "and resources.update.tensor for training"),
+        (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"], "; set resources.update.pipeline"),
+        (["reward_model.reward_manager=dapo"], "; set reward.functions"),
+        (["peft_config=lora"], "; set lora={} for adapters"),
+        (["data.image_key=images"], "; images aren't read"),
     ],
 )
 def test_what_users_of_other_trainers_type_is_answered(overrides: list[str], expected: str) -> None:
