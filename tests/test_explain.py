@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import sys
 
 import pytest
 
@@ -20,6 +22,9 @@ def test_each_algorithm_has_its_paper_equations_keys_and_who_differs(config, cap
     page = capsys.readouterr().out
     assert page.startswith(f"{config.name}: ") and f"arXiv:{paper_of(config)}" in page
     assert re.search(r"^ *[A-Z]\S* += \S", page, re.MULTILINE), "no equation"
+    # The page's are read from the file of the algorithm, found by its name.
+    of_module = inspect.cleandoc(sys.modules[ALGORITHMS[config].__module__].__doc__ or "")
+    assert "\n\n" in (config.__doc__ or "") or f"\n\n{of_module}\n\n" in page
     for key in set(config.__dataclass_fields__) - {"name"}:
         assert re.search(rf"^  {key} +\S", page, re.MULTILINE), key
     assert "verl 0.9.1" in page and f"algo.name={config.name}" in page

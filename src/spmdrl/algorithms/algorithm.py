@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.settings.algo_config import (
-    AlgoConfig,
-)
+from spmdrl.algorithms.settings.algo_config import AlgoConfig
 from spmdrl.algorithms.terms.advantages import row_sums
 from spmdrl.algorithms.terms.correction import CorrectionRule, correction_rule
 from spmdrl.algorithms.terms.kl import kl_estimate, kl_loss

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -14,14 +14,14 @@ from importlib.resources import files
 from typing import Any
 
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
-from spmdrl.algorithms.table import ALGORITHMS
+from spmdrl.algorithms.settings.choices import ALGO_CONFIGS
 from spmdrl.config.given import inline
 from spmdrl.config.reader import ConfigError
 from spmdrl.observability.terminal.spelling import unknown
 from spmdrl.runtime.screen import show
 
 _WIDTH = 110
-_CONFIGS = {str(vars(config)["name"]): config for config in ALGORITHMS}
+_CONFIGS = {str(vars(config)["name"]): config for config in ALGO_CONFIGS}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,9 +74,15 @@ def _summary(config: type[AlgoConfig]) -> str:
 
 
 def _equations(config: type[AlgoConfig]) -> str:
-    """Return the rest of the settings' docstring; without one, the docstring of the module of their algorithm."""
-    own = inspect.cleandoc(config.__doc__ or "").partition("\n\n")[2]
-    return own or inspect.cleandoc(sys.modules[ALGORITHMS[config].__module__].__doc__ or "")
+    """Return the rest of the settings' docstring; without one, the docstring of their algorithm's file.
+
+    The file is read, as importing it takes PyTorch; algorithms that share one have names that begin with its name.
+    """
+    if own := inspect.cleandoc(config.__doc__ or "").partition("\n\n")[2]:
+        return own
+    paths = {path.name.removesuffix(".py"): path for path in files("spmdrl.algorithms.policy").iterdir()}
+    stem = max(filter(str(vars(config)["name"]).startswith, paths), key=len)
+    return ast.get_docstring(ast.parse(paths[stem].read_text(encoding="utf-8"))) or ""
 
 
 def _page(name: str) -> Iterator[str]:

@@ -24,11 +24,7 @@ DEFAULT_CLIPS: Mapping[str, tuple[float, ...]] = {
     "icepop": (0.5, 5.0),
     "seq-mask-tis": (0.5, 5.0, 2.0),
 }
-CLIP_NAMES: Mapping[str, str] = {
-    "tis": "C",
-    "icepop": "[alpha, beta]",
-    "seq-mask-tis": "[alpha, beta, C]",
-}
+CLIP_NAMES: Mapping[str, str] = {"tis": "C", "icepop": "[alpha, beta]", "seq-mask-tis": "[alpha, beta, C]"}
 
 
 def correction_bounds(kind: Rule, clip: float | tuple[float, ...] | None) -> tuple[float, ...]:

@@ -9,11 +9,7 @@ from typing import Any
 from spmdrl.engines.reward import functions
 from spmdrl.engines.reward.calls import FunctionScores, RewardCall, RewardResult, combine, read_columns, read_scores
 from spmdrl.engines.reward.functions import columns_taken, load_functions, score
-from spmdrl.nouns.settings.reward_config import (
-    CODE,
-    RewardConfig,
-    function_names,
-)
+from spmdrl.nouns.settings.reward_config import CODE, RewardConfig, function_names
 from spmdrl.runtime.workers.call_pool import CallPool
 from spmdrl.runtime.workers.call_queue import Call
 from spmdrl.runtime.workers.isolation import runs_inline
