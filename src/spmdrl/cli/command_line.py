@@ -21,12 +21,7 @@ from spmdrl.config.reader import ConfigError, start_up
 from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.runtime.installed import located
-from spmdrl.runtime.launch import (
-    LaunchEnvironment,
-    StartRefused,
-    is_msruns_scheduler,
-    read_launch_environment,
-)
+from spmdrl.runtime.launch import LaunchEnvironment, StartRefused, is_msruns_scheduler, read_launch_environment
 from spmdrl.runtime.screen import show, waiting
 from spmdrl.runtime.supervision.launcher import end_with_launcher, remove_empty_folders, write_error_file
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, Stopped, request, stop_words

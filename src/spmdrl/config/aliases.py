@@ -55,7 +55,8 @@ def _aliases_of(row: Mapping[str, Any]) -> Iterator[tuple[list[str], bool, Alias
         yield trainers.split(","), own, alias
 
 
-_DATA = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_bytes())
+# By libyaml, which takes a seventh of the time.
+_DATA = yaml.load(Path(__file__).with_name("aliases.yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
 _ROWS = [found for row in _DATA["aliases"] for found in _aliases_of(row)]
 ALIASES: Mapping[str, Alias] = {alias.name: alias for _, is_own, alias in _ROWS if not is_own}
 MARKS: Mapping[str, Sequence[str]] = _DATA["trainers"]

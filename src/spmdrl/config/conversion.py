@@ -7,10 +7,7 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass, replace
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from spmdrl.config.given import DEFAULT, Given, Path, find, given_of, inline, joined, leaves, replant, show, within
 from spmdrl.config.key_schema import (
@@ -25,6 +22,10 @@ from spmdrl.config.key_schema import (
     type_hints,
 )
 from spmdrl.observability.terminal.spelling import nearest
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,8 @@ def convert(root: Any, tree: dict[str, Given], advice_by_name: Mapping[str, str]
     Unknown keys, which hide other faults, are removed. Numbers and booleans become text where text is expected, so that
     a run may be named 12 or no; only an empty value is null.
     """
+    from pydantic import ValidationError
+
     found, as_written = Conversion(), dict[Path, Given]()
     is_changed = True
     while is_changed:

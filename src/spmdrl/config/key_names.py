@@ -17,19 +17,8 @@ from spmdrl.observability.terminal.spelling import edit_distance, nearest
 # Sections of other trainers that say nothing more of a name within; those of a critic, a reference or a validation do.
 _FOREIGN_SECTIONS = (
     *("actor_rollout_ref", "actor", "trainer", "algorithm", "grpo", "dpo", "loss_fn", "policy", "checkpointing"),
-    *(
-        "orchestrator",
-        "ckpt",
-        "vllm",
-        "ds",
-        "fsdp_config",
-        "generation",
-        "vllm_cfg",
-        "optimizer",
-        "kwargs",
-        "tokenizer",
-    ),
-    *("engine", "kl_ctrl", "logger", "dtensor_cfg"),
+    *("orchestrator", "ckpt", "vllm", "ds", "fsdp_config", "generation", "vllm_cfg", "optimizer", "kwargs"),
+    *("tokenizer", "engine", "kl_ctrl", "logger", "dtensor_cfg"),
 )
 
 

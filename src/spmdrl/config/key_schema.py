@@ -7,16 +7,22 @@ between dataclasses.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from pydantic import ConfigDict, TypeAdapter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdrl.config.given import joined
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 _SCALARS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -25,8 +31,11 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 @cache
 def adapter(root: Any) -> TypeAdapter[Any]:
     """Return pydantic's validator of a list with one tree; an adapter of a dataclass itself takes no configuration."""
+    # Most of the time that the command line takes to start would be this import.
+    from pydantic import ConfigDict, TypeAdapter
+
     holder: Any = types.GenericAlias(tuple, (root,))
-    return TypeAdapter(holder, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
+    return TypeAdapter(holder, config=ConfigDict(extra="forbid"))
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,9 @@ class Key:
 
     @property
     def text(self) -> str:
-        """Text under the field."""
-        return _field_texts(self.owner).get(self.last, "")
+        """Text under the field, in the first class that has one."""
+        own = map(_own_texts, self.owner.__mro__)
+        return next((texts[self.last] for texts in own if self.last in texts), "")
 
     @property
     def section(self) -> str:
@@ -69,7 +79,8 @@ class Key:
 
     def is_like(self, other: Key) -> bool:
         """Return True if both keys have the same type, default and text."""
-        return (self.name, self.kind, self.default, self.text) == (other.name, other.kind, other.default, other.text)
+        facts, others = (self.name, self.kind, self.default), (other.name, other.kind, other.default)
+        return facts == others and (self.base is other.base or self.text == other.text)
 
 
 def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]:
@@ -199,11 +210,13 @@ def _default(entry: Field[Any]) -> object:
 
 
 @cache
-def _field_texts(owner: Any) -> dict[str, str]:
-    """Return the text under each field; of inherited fields, pydantic finds it in the class that has them."""
+def _own_texts(owner: Any) -> dict[str, str]:
+    """Return the text under each field that a class itself has; none if its source isn't there."""
     texts: dict[str, str] = {}
-    bases: list[Any] = [base for base in reversed(owner.__mro__) if is_dataclass(base)]
-    for base in bases:
-        own = adapter(base).json_schema()["$defs"][base.__name__]["properties"]
-        texts |= {name: " ".join(entry["description"].split()) for name, entry in own.items() if "description" in entry}
+    with suppress(OSError, TypeError):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        for entry, text in pairwise(getattr(tree, "body", ())):
+            match entry, text:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                    texts[name] = " ".join(words.split())
     return texts

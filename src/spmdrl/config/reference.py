@@ -182,8 +182,9 @@ def json_schema(root: Any) -> dict[str, Any]:
     """Build the JSON schema of a configuration file; no key is required, as several files may make one
     configuration."""
     classes = _for_files(adapter(root).json_schema()["$defs"])
-    for key in schema(root):
-        classes[key.owner.__name__]["properties"][key.last]["description"] = key.text
+    for owner in {key.owner for key in schema(root)}:
+        for key in own_keys(owner):
+            classes[owner.__name__]["properties"][key.last]["description"] = key.text
     for spelling, alias in spellings_of(ALIASES).items():
         section, _, name = spelling.rpartition(".")
         # Other trainers' sections have none here.
