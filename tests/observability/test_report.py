@@ -323,14 +323,6 @@ def test_other_steps_than_the_first_slowest_and_last_can_be_looked_at(tmp_path: 
     assert len([view for view in views if re.fullmatch(r"step \d+", view)]) == 2 * 8
 
 
-def test_a_watched_report_is_written_until_nobody_holds_the_run(tmp_path: Path, capsys):
-    run = write_run(tmp_path / "run", num_steps=3, num_ranks=1)
-    assert main([str(run), "--watch", "0.1"]) == 0
-    assert "rewritten every 0.1 s" in capsys.readouterr().out and 'id="live"' in (run / "report.html").read_text()
-    with pytest.raises(SystemExit):
-        main([str(run), "--watch", "0"])
-
-
 def test_settings_that_differ_between_runs_are_named(tmp_path: Path):
     runs = [write_run(tmp_path / name, num_steps=2, num_ranks=1) for name in ("one", "two")]
     path = runs[1] / "config.resolved.yaml"

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from spmdrl.observability.report.sections import (
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.timeline import write_perfetto
 from spmdrl.runtime.screen import show
-from spmdrl.runtime.supervision.holder import is_held
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "report_compare.html"
@@ -58,14 +56,14 @@ def write_report(
 
 def main(argv: Sequence[str]) -> int:
     """Return the verb `report`."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"no such option: {unknown[0]}; --serve shows a run while it goes on")
     if arguments.serve is not None:
         return _serve([arguments.run_dir, *arguments.other_run_dirs], arguments.serve)
     try:
         path = write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
-        if arguments.watch is not None:
-            show(f"report: {path}, rewritten every {arguments.watch:g} s while the run goes on; Ctrl-C ends this")
-            _watch(arguments)
     except FileNotFoundError as error:
         show(f"spmdrl report: {error}", stream=sys.stderr)
         return 2
@@ -79,16 +77,6 @@ def main(argv: Sequence[str]) -> int:
         write_perfetto(arguments.run_dir / "timeline", arguments.perfetto)
         show(f"trace: {arguments.perfetto} (open it in ui.perfetto.dev)")
     return 0
-
-
-def _watch(arguments: argparse.Namespace) -> None:
-    """Rewrite the report while a job holds the run's folder, and once more after it."""
-    is_running = True
-    with contextlib.suppress(KeyboardInterrupt):
-        while is_running:
-            time.sleep(arguments.watch)
-            is_running = is_held(arguments.run_dir)
-            write_report(arguments.run_dir, others=arguments.other_run_dirs, out=arguments.output)
 
 
 def _serve(folders: Sequence[Path], port: int) -> int:
@@ -120,13 +108,6 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is no interval; give 0.1 to 86400 seconds")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     what = "Write one offline HTML file about a run, or serve the pages of many."
     parser = argparse.ArgumentParser(prog="spmdrl report", description=what)
@@ -137,10 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE",
         help=f"where to write it instead of RUN_DIR/{REPORT_FILE}, or RUN_DIR/{COMPARISON_FILE} of several runs",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watch", type=_seconds, nargs="?", const=10.0, metavar="SECONDS",
-        help="rewrite it every SECONDS (10) while the run goes on; the page's `live` box reloads it",
     )  # fmt: skip
     parser.add_argument(
         "--serve", type=_port, nargs="?", const=0, metavar="PORT",

@@ -46,30 +46,9 @@
     if (before) restore(before);
   }
 
-  // A served page fetches what is new; a file is loaded again.
-  function live() {
-    const box = byId("live");
-    if (source) {
-      box.parentNode.hidden = true;
-      poll(() => source, (news) => update(news), 3000);
-      return;
-    }
-    box.checked = Boolean(kept.live);
-    let timer = null;
-    const plan = () => {
-      clearTimeout(timer);
-      if (box.checked) timer = setTimeout(() => location.reload(), 10000);
-    };
-    box.addEventListener("change", () => {
-      keep({ live: box.checked });
-      plan();
-    });
-    plan();
-  }
-
   let source = document.body.dataset.live;
   const chartData = JSON.parse(byId("chart-data").textContent);
   charts(chartData);
   if (byId("sample-data")) samples(JSON.parse(byId("sample-data").textContent));
-  live();
+  if (source) poll(() => source, update, 3000);
 })();
