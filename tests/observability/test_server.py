@@ -18,6 +18,7 @@ import pytest
 
 from spmdrl.observability.log import MetricsLog
 from spmdrl.observability.report.report import _contents, main
+from spmdrl.observability.report.run_files import read_run
 from spmdrl.observability.report.run_index import MOST_POINTS, Curve, RunIndex
 from spmdrl.observability.report.server import HOST, Pages, ReportServer
 from spmdrl.runtime.supervision.holder import held
@@ -131,14 +132,22 @@ def test_a_step_changes_what_it_is_in_and_nothing_else(tmp_path: Path, monkeypat
 
 def test_a_page_is_not_made_more_often_than_it_takes_time(tmp_path: Path):
     write_run(tmp_path / "a", num_steps=2, num_ranks=1)
-    made = []
-    pages = Pages([tmp_path / "a"], lambda folder: (time.sleep(0.2), made.append(1), _contents(folder))[2])
+    pages = Pages([tmp_path / "a"], lambda folder: (time.sleep(0.2), _contents(folder))[1])
     log = MetricsLog(tmp_path / "a", ["jsonl"])
     for step in range(3, 8):
         log.write(step, {"reward": 0.5})
-        got(pages, "run/a/parts.json?known=0")
-    assert len(made) == 1
+        assert got(pages, "run/a/parts.json?known=0")["version"] == 1
     log.close()
+
+
+def test_a_page_is_drawn_by_a_process_that_takes_the_runs_records_with_it(tmp_path: Path):
+    write_run(tmp_path / "a", num_steps=2, num_ranks=1)
+    kept: list[object] = []
+    contents = [lambda folder: (kept.append(read_run(folder)), _contents(folder))[1], lambda folder: os._exit(9)]
+    pages = [Pages([tmp_path / "a"], one) for one in contents]
+    assert got(pages[0], "run/a/parts.json?known=0")["version"] == 1 and not kept
+    with pytest.raises(RuntimeError, match="ended without a result"):
+        got(pages[1], "run/a/parts.json?known=0")
 
 
 def test_runs_below_a_folder_are_found_with_their_warm_start_and_new_ones_appear(tmp_path: Path):

@@ -1,7 +1,10 @@
 """Served pages: seconds of the index and of a run's page, and the server's memory while a run goes on.
 
 Made-up runs, whose lines are as long as those of real ones, lie in one folder; `spmdrl report FOLDER --serve` runs in a
-process of its own. Then one of the runs makes steps, and its page and the index are asked for again and again.
+process of its own. Then one of the runs makes steps, and its page and the index are asked for again and again, as by an
+open page with `--pace`. An hour of a real run's lines, with one run in the folder:
+
+    python -m tests.bench pages --runs 1 --like runs/my_run --live 3600 --pace 1
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import argparse
 import http.client
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +30,7 @@ from tests.support.jobs import ROOT, environment
 LINE_BYTES = 3100
 INDEX_SECONDS, PAGE_SECONDS = 1.0, 2.0
 MOST_GROWTH_MIB = 1.0
+_STEP = re.compile(r'"step": \d+')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--live", type=int, default=1000, help="steps that one run makes while it is looked at")
     parser.add_argument("--requests", type=int, default=500, help="requests without a new step")
+    parser.add_argument("--like", type=Path, metavar="RUN_DIR", help="a run to copy in place of made-up ones")
+    parser.add_argument("--pace", type=float, default=0.0, metavar="SECONDS", help="seconds per new step")
 
 
 def run(arguments: argparse.Namespace) -> BenchTable:
@@ -74,6 +81,8 @@ def run(arguments: argparse.Namespace) -> BenchTable:
 
 def _make_runs(top: Path, arguments: argparse.Namespace) -> Path:
     """Write one run, and as many copies; only what the index reads takes room for each of them."""
+    if arguments.like:
+        return Path(shutil.copytree(arguments.like, top / "run_000"))
     first = write_run(top / "run_000", num_steps=arguments.steps, num_ranks=arguments.ranks, samples_per_step=12)
     path = first / "metrics.jsonl"
     path.write_text("".join(map(_as_long, path.read_text().splitlines())))
@@ -98,24 +107,37 @@ def _as_long(line: str) -> str:
 
 
 def _live(run_dir: Path, client: _Client, arguments: argparse.Namespace) -> Iterator[tuple[float, float]]:
-    """Yield seconds of an update and resident MiB after it, while the run makes steps."""
-    last = (run_dir / "metrics.jsonl").read_text().splitlines()[-1]
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()[-12:]]
-    version, steps = 0, range(arguments.steps + 1, arguments.steps + arguments.live + 1)
-    for step in steps:
-        with (run_dir / "metrics.jsonl").open("a") as metrics, (run_dir / "samples.jsonl").open("a") as texts:
-            metrics.write(json.dumps(json.loads(last) | {"step": step}, sort_keys=True) + "\n")
-            texts.writelines(json.dumps(sample | {"step": step}, sort_keys=True) + "\n" for sample in samples)
-        if step % max(1, arguments.live // 20) == 0:
+    """Yield seconds of an update and resident MiB after it, while the run makes the steps that it has made before."""
+    files = [run_dir / "metrics.jsonl", run_dir / "samples.jsonl", *run_dir.glob("timeline/*.jsonl")]
+    known = [_lines_by_step(path) for path in files]
+    made, version, started = sorted(known[0]), 0, time.monotonic()
+    every = max(1, round(3 / arguments.pace) if arguments.pace else arguments.live // 20)
+    for number in range(arguments.live):
+        time.sleep(max(0.0, started + number * arguments.pace - time.monotonic()))
+        for path, lines in zip(files, known, strict=True):
+            again = "".join(lines.get(made[number % len(made)], []))
+            with path.open("a") as file:
+                file.write(_STEP.sub(f'"step": {made[-1] + number + 1}', again))
+        if number % every == 0:
             client.timed("runs.json")
-            newest = version
-            # The server rests between two makings of a page.
-            while newest == version:
+            before = version
+            while True:
+                seconds, body = client.timed(f"run/run_000/parts.json?known={before}")
+                version = json.loads(body)["version"]
+                # The server rests between two makings of a page; an open page doesn't wait for it.
+                if version > before or arguments.pace:
+                    break
                 time.sleep(0.1)
-                seconds, body = client.timed(f"run/run_000/parts.json?known={version}")
-                newest = json.loads(body)["version"]
-            version = newest
             yield seconds, client.resident_mib
+
+
+def _lines_by_step(path: Path) -> dict[int, list[str]]:
+    """Return a file's lines of each training step."""
+    found: dict[int, list[str]] = {}
+    for line in path.read_text().splitlines(keepends=True):
+        if (step := json.loads(line)["step"]) > 0:
+            found.setdefault(step, []).append(line)
+    return found
 
 
 class _Client:
@@ -125,7 +147,7 @@ class _Client:
 
     def timed(self, path: str) -> tuple[float, bytes]:
         started = time.perf_counter()
-        connection = http.client.HTTPConnection(self._host, timeout=120)
+        connection = http.client.HTTPConnection(self._host, timeout=600)
         connection.request("GET", self._base + path)
         answer = connection.getresponse()
         body = answer.read()

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from spmdrl.observability.alert_log import ALERTS_FILE
 from spmdrl.observability.log import CHECKPOINTS_FILE, METRICS_FILE, SAMPLES_FILE
-from spmdrl.observability.report.page import Drawn, Header, Section, drawn, drawn_page, macro_html
+from spmdrl.observability.report.page import (
+    Drawn,
+    Header,
+    Section,
+    drawn,
+    drawn_page,
+    joined_json,
+    macro_html,
+    script_json,
+)
 from spmdrl.observability.report.run_index import signature_of
 from spmdrl.observability.summary import SUMMARY_FILE
 from spmdrl.runtime.supervision.holder import is_held
@@ -19,7 +30,7 @@ _READ = (METRICS_FILE, SAMPLES_FILE, CHECKPOINTS_FILE, SUMMARY_FILE, ALERTS_FILE
 _IDLE_TIMES = 3.0
 """least time between two makings, in times that the last one took"""
 
-Contents = Callable[[Path], tuple[Header, Sequence[Section]]]
+Contents = Callable[[Path], tuple[Header, Iterable[Section]]]
 
 
 class LiveRun:
@@ -42,18 +53,19 @@ class LiveRun:
         sections = [section for section, _ in self._sections.values()]
         return drawn_page(self._header, sections, live=f"parts.json?known={self._version}")
 
-    def parts(self, known: int) -> dict[str, Any]:
-        """Return what has changed since a version; its charts' data come with a section, samples by themselves."""
+    def parts(self, known: int) -> str:
+        """Return what has changed since a version as JSON; charts' data come with a section, samples by themselves."""
         self._refresh()
         changed = {name: section for name, (section, version) in self._sections.items() if version > known}
-        news: dict[str, Any] = {"version": self._version}
+        news = {"version": str(self._version)}
         if self._header_version > known:
-            news["header"] = macro_html("header", self._header)
+            news["header"] = script_json(macro_html("header", self._header))
         for section in changed.values():
             if section.samples:
-                news |= {"samples": section.samples, "note": section.note}
-        bodies = {name: section.body for name, section in changed.items()}
-        return news | {"sections": bodies, "charts": {name: one.charts for name, one in changed.items() if one.charts}}
+                news |= {"samples": section.samples, "note": script_json(section.note)}
+        news["sections"] = joined_json({name: script_json(section.body) for name, section in changed.items()})
+        news["charts"] = joined_json({name: section.charts for name, section in changed.items() if section.charts})
+        return joined_json(news)
 
     def _refresh(self) -> None:
         """Make the parts anew if a file has changed, but use at most a quarter of the time for it."""
@@ -62,16 +74,43 @@ class LiveRun:
         if signature == self._signature or started < self._wait_until:
             return
         self._signature, self._version = signature, self._version + 1
-        # Of a hundred thousand records the collector finds none to free, in a quarter of the time.
-        gc.disable()
-        try:
-            header, sections = self._contents(self._folder)
-        finally:
-            gc.enable()
+        header, sections = self._drawn()
         if header != self._header:
             self._header, self._header_version = header, self._version
-        for section in map(drawn, sections):
+        for section in sections:
             before = self._sections.get(section.section.anchor)
             if before is None or before[0] != section:
                 self._sections[section.section.anchor] = section, self._version
         self._wait_until = time.monotonic() + _IDLE_TIMES * (time.monotonic() - started)
+
+    def _drawn(self) -> tuple[Header, list[Drawn]]:
+        """Return what the page shows, drawn by a child process: the records of all steps end with it.
+
+        Raises FileNotFoundError if the run is gone.
+        """
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=self._send_drawn, args=(receiver, sender), daemon=True)
+        child.start()
+        sender.close()
+        with receiver:
+            try:
+                found = receiver.recv()
+            except EOFError:
+                found = RuntimeError(f"the page of {self._folder} isn't drawn: its process ended without a result")
+            child.join()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _send_drawn(self, receiver: Connection, sender: Connection) -> None:
+        # Else the child of a server that was killed would wait for room in the pipe.
+        receiver.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Of a hundred thousand records the collector finds none to free, in a quarter of the time.
+        gc.disable()
+        try:
+            header, sections = self._contents(self._folder)
+            sender.send((header, list(map(drawn, sections))))
+        except Exception as error:
+            sender.send(error)

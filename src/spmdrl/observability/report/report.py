@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,29 +131,28 @@ def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
     return page_html(header(runs[0]), _sections(runs, more))
 
 
-def _contents(run_dir: Path) -> tuple[Header, list[Section]]:
+def _contents(run_dir: Path) -> tuple[Header, Iterator[Section]]:
     """Return what the page of one run shows."""
     run = read_run(run_dir)
     return header(run), _sections([run], [])
 
 
-def _sections(runs: Sequence[RunData], more: Sequence[Section]) -> list[Section]:
+def _sections(runs: Sequence[RunData], more: Sequence[Section]) -> Iterator[Section]:
+    """Yield the sections one by one: the points of all charts together take more memory than the run's records."""
     first = runs[0]
+    yield from more
+    yield Section("runs", "Runs", comparison(runs))
+    yield Section("curves", "Curves", _grid(learning_charts(runs), first))
+    yield Section("detail", "Details", _grid(detail_charts(runs), first))
+    yield Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))])
+    yield Section("memory", "Memory by owner", memory_by_owner(first.timeline))
+    yield Section("plan", "Planned and measured", planned_beside_measured(first))
+    yield Section("samples", "Samples", sample_viewer(first.run_dir))
     moved = [*_grid(traffic_charts(runs)), *sample_flow(first), *moved_by_link(first.timeline)]
-    return [
-        *more,
-        Section("runs", "Runs", comparison(runs)),
-        Section("curves", "Curves", _grid(learning_charts(runs), first)),
-        Section("detail", "Details", _grid(detail_charts(runs), first)),
-        Section("time", "Time", [*gantt(first.timeline), *_grid(speed_charts(runs))]),
-        Section("memory", "Memory by owner", memory_by_owner(first.timeline)),
-        Section("plan", "Planned and measured", planned_beside_measured(first)),
-        Section("samples", "Samples", sample_viewer(first.run_dir)),
-        Section("data", "Bytes moved", moved),
-        Section("health", "Health", health(first)),
-        Section("more", "All other metrics", _grid(machinery_charts(runs)), is_folded=True),
-        Section("config", "Configuration", configuration(first)),
-    ]
+    yield Section("data", "Bytes moved", moved)
+    yield Section("health", "Health", health(first))
+    yield Section("more", "All other metrics", _grid(machinery_charts(runs)), is_folded=True)
+    yield Section("config", "Configuration", configuration(first))
 
 
 def _grid(charts: Sequence[Chart], marked: RunData | None = None) -> Parts:

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.utils import htmlsafe_json_dumps
-
 from spmdrl.observability.jsonl import number, objects_of, read_jsonl
 from spmdrl.observability.log import SAMPLES_FILE
-from spmdrl.observability.report.page import JSON_FORMAT, Parts, Samples
+from spmdrl.observability.report.page import Parts, Samples, script_json
 
 MAX_BYTES = 1_500_000
 MAX_HELD_OUT_BYTES = 300_000
@@ -91,7 +89,7 @@ def fitting(samples: Sequence[Mapping[str, Any]], max_bytes: int) -> list[Mappin
 
     If a single step takes more, returns its first samples.
     """
-    sizes = [len(htmlsafe_json_dumps(sample, **JSON_FORMAT)) + 1 for sample in samples]
+    sizes = [len(script_json(sample)) + 1 for sample in samples]
     size_of: Counter[int] = Counter()
     for sample, size in zip(samples, sizes, strict=True):
         size_of[sample["step"]] += size

@@ -47,7 +47,8 @@ class Pages:
 
     def __init__(self, folders: Sequence[Path], contents: Contents):
         self.token = secrets.token_urlsafe(24)
-        self._title = ", ".join(folder.resolve().name for folder in folders)
+        # Drawn once: a page is drawn by a fork, for which no other thread may hold the templates' lock.
+        self._index_page = index_html(", ".join(folder.resolve().name for folder in folders)).encode()
         self._index = RunIndex(folders)
         self._contents = contents
         self._live: OrderedDict[str, LiveRun] = OrderedDict()
@@ -63,10 +64,10 @@ class Pages:
             return Answer(HTTPStatus.FORBIDDEN, "text/plain", b"the address that spmdrl report printed has a token\n")
         match parts[2:]:
             case [""]:
-                return Answer(HTTPStatus.OK, _HTML, index_html(self._title).encode())
+                return Answer(HTTPStatus.OK, _HTML, self._index_page)
             case ["runs.json"]:
                 with self._locks[0]:
-                    return _json(self._index.rows())
+                    return Answer(HTTPStatus.OK, _JSON, to_json(self._index.rows()).encode())
             case ["run", key, ("" | "parts.json") as name]:
                 return self._of_run(key, name, path.query)
         return Answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such page\n")
@@ -79,7 +80,8 @@ class Pages:
                     return Answer(HTTPStatus.OK, _HTML, run.page().encode())
                 if run is not None:
                     known = parse_qs(query).get("known", ["0"])[0]
-                    return _json(run.parts(int(known) if known.isdecimal() and len(known) < 10 else 0))
+                    parts = run.parts(int(known) if known.isdecimal() and len(known) < 10 else 0)
+                    return Answer(HTTPStatus.OK, _JSON, parts.encode())
             except FileNotFoundError:
                 del self._live[key]
             return Answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such run\n")
@@ -98,10 +100,6 @@ class Pages:
         while len(self._live) > _MOST_PAGES:
             self._live.popitem(last=False)
         return self._live[key]
-
-
-def _json(value: Any) -> Answer:
-    return Answer(HTTPStatus.OK, _JSON, to_json(value).encode())
 
 
 class ReportServer(ThreadingHTTPServer):
