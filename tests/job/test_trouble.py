@@ -14,6 +14,9 @@ def none(completions, **columns):
 
 def huge(completions, **columns):
     return [1e14 * (1 + min(len(text), 8)) for text in completions]
+
+def short(completions, answer, **columns):
+    return [(len(text) == 1) / 2 + (text[:1] == right[-1]) / 2 for text, right in zip(completions, answer)]
 """
 
 
@@ -50,3 +53,12 @@ def test_huge_rewards_end_with_a_summary(tmp_path: Path, config: Path):
     job = finished(run_job("train", config, f"run.dir={tmp_path / 'run'}", functions))
     assert "grpo done" in job.stdout and "RuntimeWarning" not in job.stderr
     assert summary_of(tmp_path / "run")["reward_last"] > 1e14
+
+
+def test_a_policy_that_learns_one_answer_to_every_prompt_is_told_of_its_entropy(tmp_path: Path, config: Path):
+    bad = "optim.lr=3e-2", "algo.entropy_coef=-0.3", "rollout.num_generations=16", "train.max_steps=24"
+    functions, run = f"reward.functions=[{tmp_path / 'odd.py'}:short]", tmp_path / "run"
+    job = finished(run_job("train", config, f"run.dir={run}", functions, *bad))
+    found = [json.loads(line) for line in (run / "alerts.jsonl").read_text().splitlines()]
+    assert "entropy-collapse" in {alert["symptom"] for alert in found} and "docs/bad_run.md#entropy-coll" in job.stdout
+    assert '<b class="bad">entropy-collapse</b>' in (run / "report.html").read_text().partition("</header>")[0]

@@ -59,7 +59,9 @@ def test_a_run_that_gets_worse_names_what_fell_and_what_changed_before():
     [text] = decline_of(_history(reward=(0.8, 0.3)))
     assert text.startswith("sampled reward fell 0.77") and "don't overlap" in text
     assert decline_of(_evaluated(0.74, 0.72, _history())) == decline_of(_history(reward=(0.3, 0.8))) == []
-    assert decline_of([]) == decline_of([{"loss": 1.0}]) == []
+    assert decline_of([]) == decline_of([{"loss": 1.0}]) == decline_of(_history(reward=(0.5, 0.5 - 1e-9))) == []
+    trouble = trouble_of({"health/steps": 9.0, "health/steps_without_signal": 8.0}, _history(reward=(0.8, 0.0)))
+    assert len(trouble) == 2 and "".join(trouble).count("it looks as if") == 1
 
 
 @pytest.mark.parametrize(
@@ -67,13 +69,15 @@ def test_a_run_that_gets_worse_names_what_fell_and_what_changed_before():
     [
         ({"reward": (0.4, 0.0), "idle": (0.2, 1.0), "norm": (0.4, 12.0)}, "learning rate is too high"),
         ({"reward": (0.3, 0.3), "cut": (0.02, 0.9)}, "learning rate is too high"),
+        ({"reward": (0.1, 0.0), "cut": (0.6, 1.0)}, "learning rate is too high"),
+        ({"reward": (0.2, 0.6), "idle": (1.0, 1.0), "entropy": (1.8, 0.01)}, "the entropy collapsed"),
         ({"reward": (0.0, 0.0), "cut": (0.99, 0.99), "idle": (1.0, 1.0)}, "answers are cut (99% reach"),
         ({"reward": (0.0, 0.0), "idle": (1.0, 1.0)}, "answers to a prompt are all wrong"),
         ({"reward": (0.9, 1.0), "idle": (1.0, 1.0), "entropy": (0.6, 0.01)}, "answers to a prompt are all right"),
         ({"reward": (0.3, 0.5)}, ""),
     ],
 )
-def test_the_likely_cause_is_one_of_three_and_prompts_are_not_blamed_for_the_others(ends, cause):
+def test_the_likely_cause_is_one_of_four_and_prompts_are_not_blamed_for_the_others(ends, cause):
     text = likely_cause(_history(**ends))
     assert text.count("it looks as if") == bool(cause) and cause in text
 

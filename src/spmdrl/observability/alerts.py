@@ -174,12 +174,15 @@ def _truncated(metrics: Metrics, history: History) -> str:
 def _collapsed_entropy(metrics: Metrics, history: History) -> str:
     """Return an entropy near 0 while prompts are right or wrong as a whole: their responses are copies."""
     last, tied = _last(metrics, history, "entropy", 3), _last(metrics, history, "frac_reward_zero_std", 3)
-    spread, first = metrics.get("reward_std", 0.0), _values(history, "entropy")[:FIRST_STEPS]
+    # Of few prompts a single step may have one that isn't tied, or none that is right.
+    spreads, first = _last(metrics, history, "reward_std", 3), _values(history, "entropy")[:FIRST_STEPS]
     # Below 0.01 it was near 0 from the start, as at a temperature of 0.
-    if not (last and tied and 0.01 < fmean(first) > 5 * max(last) and min(tied) > 0.8 and spread > 0.1):
+    if not (last and tied and spreads and 0.01 < fmean(first) > 5 * max(last)):
+        return ""
+    if fmean(tied) <= 0.8 or max(spreads) <= 0.1:
         return ""
     return (
-        f"the entropy fell {fixed(fmean(first), 3)} -> {fixed(last[-1], 3)}, and in {percent(tied[-1])} of the prompts "
+        f"the entropy fell {fixed(fmean(first), 3)} -> {fixed(last[-1], 3)}, and in {percent(fmean(tied))} of prompts "
         "all responses have the same reward: raise algo.clip_ratio_high or rollout.temperature, or lower optim.lr"
     )
 
@@ -200,12 +203,13 @@ def _longer(metrics: Metrics, history: History) -> str:
     first = _values(history, "completions/mean_length")[:FIRST_STEPS]
     if not last or min(last) <= 2 * fmean(first) or len(rewards) < 5:
         return ""
-    gain, spread = fmean(rewards[-5:]) - fmean(rewards[:FIRST_STEPS]), metrics.get("reward_std", 0.0)
-    if gain > 0.1 * spread:
+    before, now = fmean(rewards[:FIRST_STEPS]), fmean(rewards[-5:])
+    if now - before > 0.1 * metrics.get("reward_std", 0.0):
         return ""
     return (
-        f"the answers grew from {fixed(fmean(first), 0)} to {fixed(last[-1], 0)} tokens, and the reward didn't "
-        f"({fixed(gain, 3)}): read some in samples.jsonl, or use algo.loss_agg=token-mean or algo.overlong_cache"
+        f"the answers grew from {fixed(fmean(first), 0)} to {fixed(last[-1], 0)} tokens while the reward went "
+        f"{fixed(before, 3)} -> {fixed(now, 3)}: read some in samples.jsonl, or use algo.loss_agg=token-mean or "
+        "algo.overlong_cache"
     )
 
 
@@ -240,7 +244,7 @@ SYMPTOMS_FOUND: Mapping[str, Symptom] = {
     "steps-unfilled": Symptom("refill/unfilled > 0", _unfilled, f"{_PAGE}rewards-all-tied"),
     "answers-truncated": Symptom("completions/clipped_ratio > 0.75 for 3", _truncated, f"{_PAGE}answers-truncated"),
     "entropy-collapse": Symptom(
-        "entropy < 0.2 x first and frac_reward_zero_std > 0.8 for 3, reward_std > 0.1", _collapsed_entropy,
+        "of 3: entropy < 0.2 x first, mean frac_reward_zero_std > 0.8, most reward_std > 0.1", _collapsed_entropy,
         f"{_PAGE}entropy-collapse",
     ),
     "rollout-mismatch": Symptom("mismatch/abs_mean > 0.05 for 3", _mismatch, f"{_PAGE}rollout-mismatch"),

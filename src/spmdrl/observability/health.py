@@ -80,13 +80,15 @@ def likely_cause(history: Sequence[Metrics]) -> str:
     (reward, now), (entropy, entropy_now), (cut, cut_now), (norm, norm_now), (_, lr), (_, idle) = ends.values()
     has_broken = now < reward - 0.2 * abs(reward) or entropy_now < entropy / 4 or entropy_now > 3 * entropy
     text = ""
-    if cut >= 0.5 and cut_now >= 0.5:
+    if cut >= 0.5 <= cut_now <= cut + 0.2:
         text = f"answers are cut ({percent(cut_now)} reach rollout.max_completion_length): raise it"
     elif not now > reward and (has_broken or norm_now > 5 * norm or cut_now > cut + 0.2):
         text = f"the learning rate is too high ({scientific(lr)} now): lower optim.lr, or warm it up"
     elif idle >= 0.9:
         kind = "all right" if now >= 0.99 else "all wrong" if now <= 0.01 else "rewarded alike"
         text = f"the answers to a prompt are {kind}: choose other prompts, or raise rollout.temperature"
+        if entropy_now < entropy / 4 and now < 0.99:
+            text = "the entropy collapsed: lower optim.lr, or raise algo.clip_ratio_high"
     return "".join(f"; {part}" for part in (", ".join(changed), text and f"it looks as if {text}") if part)
 
 
@@ -98,7 +100,8 @@ def decline_of(history: Sequence[Metrics]) -> list[str]:
     before, after, _ = at_ends(history, "reward")
     if found and found[-1].get(f"{name}_high", math.inf) < found[0].get(f"{name}_low", -math.inf):
         what, first, last = f"held-out {name[5:]}", found[0][name], found[-1][name]
-    elif after.high < before.low:
+    # Beyond the rounding of rewards that are the same.
+    elif after.high < before.low - 1e-6 * abs(before.low):
         what, first, last = "sampled reward", before.value, after.value
     else:
         return []
@@ -110,7 +113,7 @@ def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
     updates, skipped = metrics.get("health/updates", 0.0), metrics.get("health/updates_skipped", 0.0)
     steps, idle = metrics.get(_STEPS, 0.0), metrics.get(_IDLE, 0.0)
     without_rows = metrics.get("health/updates_without_rows", 0.0)
-    trouble = []
+    trouble, declined = list[str](), decline_of(history)
     if skipped > without_rows:
         trouble.append(
             f"{skipped - without_rows:.0f} of {updates:.0f} updates were skipped: loss or gradient norm not finite"
@@ -119,8 +122,9 @@ def trouble_of(metrics: Metrics, history: Sequence[Metrics] = ()) -> list[str]:
         trouble.append(f"{without_rows:.0f} of {updates:.0f} updates were skipped: {why_without_rows(metrics)}")
     # Late in a good run some steps have no signal.
     if 2 * idle > steps:
-        trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0{likely_cause(history)}")
-    return trouble + decline_of(history)
+        cause = "" if declined else likely_cause(history)
+        trouble.append(f"{idle:.0f} of {steps:.0f} steps taught nothing: all advantages were 0{cause}")
+    return trouble + declined
 
 
 def num_left_out(metrics: Metrics) -> float:
