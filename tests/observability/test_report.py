@@ -463,6 +463,12 @@ def test_downsampling_keeps_the_ends_and_the_extremes(values, limit):
         assert (min(shown), max(shown)) == (min(finite), max(finite))
 
 
+def test_values_that_differ_by_rounding_have_an_axis_whose_labels_differ():
+    svg = chart_svg(Chart("judged", [Series("a", [(1.0, 0.5), (2.0, 0.5 + 3e-8)])]))
+    labels = re.findall(r'class="ty"[^>]*>([^<]+)<', svg)
+    assert len(set(labels)) == len(labels) >= 2
+
+
 @given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12))
 def test_ticks_are_few_and_lie_on_the_axis(low, width):
     width = max(width, 1e-6 * abs(low))

@@ -148,8 +148,8 @@ def _y_range(all_series: Iterable[Series]) -> tuple[float, float]:
     if not finite:
         return 0.0, 1.0
     low, high = min(finite), max(finite)
-    # Almost equal values need a range in which floats can still differ.
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
+    # Almost equal values need a range in which the axis' six digits still differ.
+    if high - low <= 1e-5 * max(abs(low), abs(high)):
         return _widened(low, high, 0.5 * max(abs(low), abs(high)) or 0.5)
     # Start the axis at 0 unless that flattens the line.
     if 0 < low < 0.4 * high:
