@@ -19,14 +19,7 @@ from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
 from spmdrl.nouns.settings.rollout_config import SamplingParams
-from spmdrl.nouns.statistics import (
-    Estimate,
-    average_at_k,
-    interval_of,
-    mean_over_prompts,
-    mean_pass_at_k,
-    wilson,
-)
+from spmdrl.nouns.statistics import Estimate, average_at_k, interval_of, mean_over_prompts, mean_pass_at_k, wilson
 from spmdrl.observability.fault_points import faultpoint
 from spmdrl.observability.jsonl import to_json, write_atomic
 from spmdrl.observability.summary import AT_K

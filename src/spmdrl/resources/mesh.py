@@ -146,11 +146,7 @@ def build_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> Update
 def join_update_mesh(layout: UpdateLayout, device: Device, rank: int) -> UpdateMesh | None:
     """Build the mesh of a layout fitted to the job's first ranks; None on the others. Collective over all ranks."""
     mesh = _mesh(
-        device,
-        pipeline=layout.pipeline,
-        data=layout.data * layout.shard,
-        context=layout.context,
-        tensor=layout.tensor,
+        device, pipeline=layout.pipeline, data=layout.data * layout.shard, context=layout.context, tensor=layout.tensor
     )
     dense = _mesh(
         device, pipeline=layout.pipeline, replica=layout.data, shard=layout.shard * layout.context, tensor=layout.tensor

@@ -18,15 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.dataflow.resharding.swap_space import (
-    CopyTimes,
-    FileStore,
-    HostStore,
-    NoStore,
-    ReturnTicket,
-    Span,
-    Ticket,
-)
+from spmdrl.dataflow.resharding.swap_space import CopyTimes, FileStore, HostStore, NoStore, ReturnTicket, Span, Ticket
 from spmdrl.resources.device import Device
 from spmdrl.resources.memory import MemoryLedger, Owner
 

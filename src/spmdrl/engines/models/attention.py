@@ -54,13 +54,7 @@ class AttentionConfig:
     def cuts(self) -> Mapping[str, HeadCut]:
         of_keys = HeadCut(OUTPUTS, self.num_heads, self.num_heads // self.num_kv_heads)
         of_queries, of_output = HeadCut(OUTPUTS, self.num_heads), HeadCut(INPUTS, self.num_heads)
-        return {
-            "q_proj": of_queries,
-            "k_proj": of_keys,
-            "v_proj": of_keys,
-            "o_proj": of_output,
-            "sinks": of_queries,
-        }
+        return {"q_proj": of_queries, "k_proj": of_keys, "v_proj": of_keys, "o_proj": of_output, "sinks": of_queries}
 
     @property
     def num_weights(self) -> int:

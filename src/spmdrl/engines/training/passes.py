@@ -19,13 +19,7 @@ from spmdrl.engines.parallel.weight_cuts import VocabularyPart
 from spmdrl.engines.training.context.context_parallel import at_places, share_of
 from spmdrl.engines.training.context.token_placement import num_places, place_tokens
 from spmdrl.engines.training.heads import LikeliestHead, LogprobHead, TokenHead, ValueHead
-from spmdrl.engines.training.packed_rows import (
-    MicroBatch,
-    SharedLayout,
-    TokenRows,
-    dummy_rows,
-    to_microbatch,
-)
+from spmdrl.engines.training.packed_rows import MicroBatch, SharedLayout, TokenRows, dummy_rows, to_microbatch
 from spmdrl.engines.training.pipeline_runner import PipelineRunner, sum_tied_gradients
 from spmdrl.engines.training.routers import RecordingRoute, RoutedTokens, RoutingScope
 from spmdrl.engines.training.sharded_model import ShardedModel, local_gradients, sum_gradients

@@ -28,13 +28,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from spmdrl.engines.models.decoder import Decoder
-from spmdrl.engines.training.assignment import (
-    forward_order,
-    layer_spans,
-    microbatch_count,
-    stage_numbers,
-    stage_ranks,
-)
+from spmdrl.engines.training.assignment import forward_order, layer_spans, microbatch_count, stage_numbers, stage_ranks
 from spmdrl.resources.layout import UpdateLayout
 from spmdrl.resources.mesh import Axis
 

@@ -14,14 +14,7 @@ from spmdrl.engines.models.hf.model_weights import WeightSource
 from spmdrl.engines.models.lora import is_adapter, unadapted
 from spmdrl.engines.training.fitted_passes import FittedPasses
 from spmdrl.engines.training.heads import check_head
-from spmdrl.engines.training.packed_rows import (
-    Likeliest,
-    LossFunction,
-    LossTerms,
-    MicroBatch,
-    Scores,
-    TokenRows,
-)
+from spmdrl.engines.training.packed_rows import Likeliest, LossFunction, LossTerms, MicroBatch, Scores, TokenRows
 from spmdrl.engines.training.parallelize import Precision, build_sharded_model
 from spmdrl.engines.training.passes import Passes
 from spmdrl.engines.training.sharded_model import Shard
@@ -87,12 +80,7 @@ class TrainingEngine:
         self.shares_prompts = training.share_prompts and not is_ring
         sharing = RowSharing(rating, routes=config.moe is not None) if self.shares_prompts else None
         self._passes = Passes(
-            self.model,
-            device,
-            temperature=temperature,
-            rating=rating,
-            dtype=compute_dtype,
-            sharing=sharing,
+            self.model, device, temperature=temperature, rating=rating, dtype=compute_dtype, sharing=sharing
         )
         self.fitted = FittedPasses(self._passes, self.model, training, device, sharing)
         self.updater: Updater | None = None

@@ -24,13 +24,7 @@ from spmdrl.observability.log import METRICS_FILE, TrackedRun, read_metrics
 from spmdrl.observability.outage import best_effort
 from spmdrl.observability.report.config_diff import RESOLVED_CONFIG
 from spmdrl.observability.report.report import write_report
-from spmdrl.observability.summary import (
-    keep_room,
-    provenance,
-    read_summary,
-    software_versions,
-    write_summary,
-)
+from spmdrl.observability.summary import keep_room, provenance, read_summary, software_versions, write_summary
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, UNSAVED, code_of_stop, stop_words

@@ -110,10 +110,7 @@ class RunLogs:
             return {}
         rate = metrics["perf/tokens"] / metrics["time/step"]
         # Eq. 5 of the MindSpeed RL paper, with real lengths in place of the longest ones.
-        return {
-            "perf/tokens_per_second": rate,
-            "perf/eq5_tokens_per_second_per_device": rate / self.world.size,
-        }
+        return {"perf/tokens_per_second": rate, "perf/eq5_tokens_per_second_per_device": rate / self.world.size}
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Write some samples of a step on the main rank; services get every tenth step's."""

@@ -36,12 +36,7 @@ from spmdrl.job.model.model_source import (
 )
 from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_main
 from spmdrl.job.start.checked_run import ON_PAIRS, CheckedRun
-from spmdrl.job.start.model_checks import (
-    check_generation_cuts,
-    check_model_fits,
-    check_role_fits,
-    check_vllm_computes,
-)
+from spmdrl.job.start.model_checks import check_generation_cuts, check_model_fits, check_role_fits, check_vllm_computes
 from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -111,11 +106,7 @@ def prepare_without_weights(checked: CheckedRun) -> Prepared:
 
 
 def prepare(
-    checked: CheckedRun,
-    source: ModelSource,
-    try_first: Callable[[Path], None] = try_folder,
-    *,
-    is_there: bool = True,
+    checked: CheckedRun, source: ModelSource, try_first: Callable[[Path], None] = try_folder, *, is_there: bool = True
 ) -> Prepared:
     """Read the tokenizer and the prompts; raises ValueError if they, the model and the run do not fit.
 

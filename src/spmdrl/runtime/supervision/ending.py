@@ -12,7 +12,7 @@ _STOP = "stopped by "
 _DEATH = "process {pid} ended without a message, like a killed one"
 _CONSEQUENCES = re.compile(
     "Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|remote process|NCCL|HCCL|RPCErr"
-    r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another",
+    r"|\beof\b|Socket Timeout|[Tt]imed out|has been shutdown|communicator was aborted|Interrupted by another"
 )
 
 

@@ -54,13 +54,7 @@ class RowLoads:
 
 
 def assign_rows(
-    loads: RowLoads,
-    takers: Sequence[Taker],
-    *,
-    seed: int,
-    step: int,
-    locality: bool = True,
-    group_size: int = 1,
+    loads: RowLoads, takers: Sequence[Taker], *, seed: int, step: int, locality: bool = True, group_size: int = 1
 ) -> list[Integers]:
     """Deal rows over takers, each row once; returns ascending rows per taker, in the order of `takers`.
 

@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdrl.dataflow.samples.balancing.balance import (
-    RowLoads,
-    Taker,
-    assign_parts,
-    assign_rows,
-    deal_groups,
-)
+from spmdrl.dataflow.samples.balancing.balance import RowLoads, Taker, assign_parts, assign_rows, deal_groups
 from spmdrl.dataflow.samples.balancing.node_shares import split_by
 from spmdrl.dataflow.samples.catalogue import Catalogue
 from spmdrl.dataflow.samples.store.frame import pack, read_frame

@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engines.generation.native.cached_attention import (
-    DecodeAttention,
-    PrefillAttention,
-    Span,
-)
+from spmdrl.engines.generation.native.cached_attention import DecodeAttention, PrefillAttention, Span
 from spmdrl.engines.generation.native.engine_weights import PackedWeights
 from spmdrl.engines.generation.native.paged import SCRATCH_BLOCK, StateCache
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder, Chunk, FedToken

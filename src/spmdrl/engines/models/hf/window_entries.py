@@ -91,10 +91,7 @@ def read_gemma3(raw: Mapping[str, Any]) -> Fields:
         "gelu": True,
         "attention_scale": whole_number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         "window": read_window(
-            raw,
-            default=4096,
-            is_windowed=lambda layer: (layer + 1) % interval != 0,
-            rope_theta=read_window_theta(raw),
+            raw, default=4096, is_windowed=lambda layer: (layer + 1) % interval != 0, rope_theta=read_window_theta(raw)
         ),
     }
 

@@ -111,12 +111,7 @@ class _Flash(torch.autograd.Function):
 
 
 def flash_forward(
-    inputs: Sequence[Tensor],
-    bounds: Bounds,
-    *,
-    is_causal: bool,
-    window: Window = None,
-    scale: float | None = None,
+    inputs: Sequence[Tensor], bounds: Bounds, *, is_causal: bool, window: Window = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return output [T, H, K] and logsumexp [T, H] of queries [T, H, K], keys and values [S, J, K]."""
     out_THK, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
