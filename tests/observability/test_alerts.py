@@ -140,6 +140,10 @@ BAD = {
     "entropy-collapse": _with(
         entropy=[0.6, 0.5, 0.3, 0.1, 0.05] + [0.01] * 5, frac_reward_zero_std=[0.2, 0.3, 0.5, 0.7, 0.9] + [0.95] * 5
     ),
+    "entropy-collapse, few prompts": _with(
+        entropy=[2.8, 2.6, 2.0, 0.8, 0.6, 0.05, 0.02, 0.06, 0.0, 0.0], reward_std=[0.2] * 8 + [0.0, 0.2],
+        frac_reward_zero_std=[0.0, 0.0, 0.0, 0.0, 0.1, 0.9, 1.0, 0.75, 1.0, 1.0],
+    ),
     "rollout-mismatch": _with(mismatch__abs_mean=[0.2] * 10),
     "lengths-grow": _with(completions__mean_length=[100, 110, 120, 200] + [300] * 6, reward=[0.4] * 10),
     "eval-falls-while-reward-rises": _with(

@@ -175,11 +175,9 @@ def _collapsed_entropy(metrics: Metrics, history: History) -> str:
     """Return an entropy near 0 while prompts are right or wrong as a whole: their responses are copies."""
     last, tied = _last(metrics, history, "entropy", 3), _last(metrics, history, "frac_reward_zero_std", 3)
     # Of few prompts a single step may have one that isn't tied, or none that is right.
-    spreads, first = _last(metrics, history, "reward_std", 3), _values(history, "entropy")[:FIRST_STEPS]
+    stds, first = _last(metrics, history, "reward_std", 3), _values(history, "entropy")[:FIRST_STEPS]
     # Below 0.01 it was near 0 from the start, as at a temperature of 0.
-    if not (last and tied and spreads and 0.01 < fmean(first) > 5 * max(last)):
-        return ""
-    if fmean(tied) <= 0.8 or max(spreads) <= 0.1:
+    if not (last and tied and stds and 0.01 < fmean(first) > 5 * max(last) and fmean(tied) > 0.8 and max(stds) > 0.1):
         return ""
     return (
         f"the entropy fell {fixed(fmean(first), 3)} -> {fixed(last[-1], 3)}, and in {percent(fmean(tied))} of prompts "
