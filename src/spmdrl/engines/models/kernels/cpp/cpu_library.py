@@ -31,9 +31,9 @@ _SOURCES = tuple(
 )
 _HEADER = _FOLDER / "cpu_vectors.h"
 _COMPILERS = ("g++", "clang++", "c++")
-# No option that relaxes IEEE arithmetic: it would apply to the whole process. Tuned for some processors, such as AMD's
-# without AVX-512, GCC rounds products before it adds them in some loops and not in others, unless it's told to in none:
-# a row's bits would depend on how many rows are beside it.
+# No option that relaxes IEEE arithmetic: it would apply to the whole process. The last one has GCC fuse products with
+# their additions in all loops. For some processors, such as AMD's without AVX-512, its default leaves out those that it
+# sees as one chain, and a row's bits would depend on how many rows are beside it.
 _FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "--param=avoid-fma-max-bits=0",
 )  # fmt: skip
