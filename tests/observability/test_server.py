@@ -308,7 +308,6 @@ def test_the_verb_prints_the_address_and_ends_at_ctrl_c(runs):
     [
         (["nowhere", "--serve"], "nowhere is no folder"),
         (["--serve", "runs"], "runs is no port"),
-        (["runs", "--watch", "5"], "no such option: --watch; --serve shows a run while it goes on"),
     ],
 )
 def test_wrong_words_are_one_message(arguments, why, capsys):

@@ -56,10 +56,7 @@ def write_report(
 
 def main(argv: Sequence[str]) -> int:
     """Return the verb `report`."""
-    parser = _parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"no such option: {unknown[0]}; --serve shows a run while it goes on")
+    arguments = _parser().parse_args(argv)
     if arguments.serve is not None:
         return _serve([arguments.run_dir, *arguments.other_run_dirs], arguments.serve)
     try:
