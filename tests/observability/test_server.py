@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from spmdrl.observability.log import MetricsLog
+from spmdrl.observability.report.page import Header, Section
 from spmdrl.observability.report.report import _contents, main
 from spmdrl.observability.report.run_files import read_run
 from spmdrl.observability.report.run_index import MOST_POINTS, Curve, RunIndex
@@ -130,9 +131,26 @@ def test_a_step_changes_what_it_is_in_and_nothing_else(tmp_path: Path, monkeypat
     log.close()
 
 
+def slow_contents(folder: Path) -> tuple[Header, Iterable[Section]]:
+    time.sleep(0.2)
+    return _contents(folder)
+
+
+def kept_contents(folder: Path) -> tuple[Header, Iterable[Section]]:
+    kept.append(read_run(folder))
+    return _contents(folder)
+
+
+def lost_contents(folder: Path) -> tuple[Header, Iterable[Section]]:
+    os._exit(9)
+
+
+kept: list[object] = []
+
+
 def test_a_page_is_not_made_more_often_than_it_takes_time(tmp_path: Path):
     write_run(tmp_path / "a", num_steps=2, num_ranks=1)
-    pages = Pages([tmp_path / "a"], lambda folder: (time.sleep(0.2), _contents(folder))[1])
+    pages = Pages([tmp_path / "a"], slow_contents)
     log = MetricsLog(tmp_path / "a", ["jsonl"])
     for step in range(3, 8):
         log.write(step, {"reward": 0.5})
@@ -142,11 +160,9 @@ def test_a_page_is_not_made_more_often_than_it_takes_time(tmp_path: Path):
 
 def test_a_page_is_drawn_by_a_process_that_takes_the_runs_records_with_it(tmp_path: Path):
     write_run(tmp_path / "a", num_steps=2, num_ranks=1)
-    kept: list[object] = []
-    contents = [lambda folder: (kept.append(read_run(folder)), _contents(folder))[1], lambda folder: os._exit(9)]
-    pages = [Pages([tmp_path / "a"], one) for one in contents]
+    pages = [Pages([tmp_path / "a"], one) for one in (kept_contents, lost_contents)]
     assert got(pages[0], "run/a/parts.json?known=0")["version"] == 1 and not kept
-    with pytest.raises(RuntimeError, match="ended without a result"):
+    with pytest.raises(RuntimeError, match="its process ended with 9"):
         got(pages[1], "run/a/parts.json?known=0")
 
 

@@ -37,7 +37,7 @@ class LiveRun:
     """One run's page, of which only the newest version is kept."""
 
     def __init__(self, folder: Path, contents: Contents):
-        """`contents` reads a run's folder and returns what its page shows."""
+        """`contents`, a module's function, reads a run's folder and returns what its page shows."""
         self._folder, self._contents = folder, contents
         self._signature: object = None
         self._wait_until = 0.0
@@ -88,29 +88,32 @@ class LiveRun:
 
         Raises FileNotFoundError if the run is gone.
         """
-        context = multiprocessing.get_context("fork")
+        # Not forked from here: a copy of one thread of several may crash or wait for another one.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([self._contents.__module__])
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=self._send_drawn, args=(receiver, sender), daemon=True)
+        child = context.Process(target=_send_drawn, args=(self._contents, self._folder, sender), daemon=True)
         child.start()
         sender.close()
         with receiver:
             try:
                 found = receiver.recv()
             except EOFError:
-                found = RuntimeError(f"the page of {self._folder} isn't drawn: its process ended without a result")
+                found = None
             child.join()
+        if found is None:
+            raise RuntimeError(f"the page of {self._folder} isn't drawn: its process ended with {child.exitcode}")
         if isinstance(found, Exception):
             raise found
         return found
 
-    def _send_drawn(self, receiver: Connection, sender: Connection) -> None:
-        # Else the child of a server that was killed would wait for room in the pipe.
-        receiver.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Of a hundred thousand records the collector finds none to free, in a quarter of the time.
-        gc.disable()
-        try:
-            header, sections = self._contents(self._folder)
-            sender.send((header, list(map(drawn, sections))))
-        except Exception as error:
-            sender.send(error)
+
+def _send_drawn(contents: Contents, folder: Path, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Of a hundred thousand records the collector finds none to free, in a quarter of the time.
+    gc.disable()
+    try:
+        header, sections = contents(folder)
+        sender.send((header, list(map(drawn, sections))))
+    except Exception as error:
+        sender.send(error)

@@ -47,7 +47,6 @@ class Pages:
 
     def __init__(self, folders: Sequence[Path], contents: Contents):
         self.token = secrets.token_urlsafe(24)
-        # Drawn once: a page is drawn by a fork, for which no other thread may hold the templates' lock.
         self._index_page = index_html(", ".join(folder.resolve().name for folder in folders)).encode()
         self._index = RunIndex(folders)
         self._contents = contents
