@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class Family:
     """Returns the forms in which its folders store the weights."""
 
 
+_with_delta_nets = partial(Family, has_qk_norm=True, default_head_size=256, rotary_share=0.25, has_windows=True)
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -139,35 +141,14 @@ FAMILIES = {
         write=experts.write_gpt_oss,
         stored=lambda config: GPT_OSS_FORMS,
     ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        has_qk_norm=True,
-        default_head_size=256,
-        rotary_share=0.25,
-        has_windows=True,
-        read=experts.read_qwen3_5,
-        write=experts.write_qwen3_5,
-        stored=stored_qwen3_5,
+    "qwen3_5_text": _with_delta_nets(
+        "Qwen3_5ForCausalLM", read=experts.read_qwen3_5, write=experts.write_qwen3_5, stored=stored_qwen3_5
     ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
-        has_qk_norm=True,
-        default_head_size=256,
-        rotary_share=0.25,
-        has_windows=True,
-        read=experts.read_qwen3_5_moe,
-        write=experts.write_qwen3_5_moe,
-        stored=stored_qwen3_5,
+    "qwen3_5_moe_text": _with_delta_nets(
+        "Qwen3_5MoeForCausalLM", read=experts.read_qwen3_5_moe, write=experts.write_qwen3_5_moe, stored=stored_qwen3_5
     ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        has_qk_norm=True,
-        default_head_size=256,
-        rotary_share=0.25,
-        has_windows=True,
-        read=experts.read_qwen3_next,
-        write=experts.write_qwen3_next,
-        stored=stored_qwen3_next,
+    "qwen3_next": _with_delta_nets(
+        "Qwen3NextForCausalLM", read=experts.read_qwen3_next, write=experts.write_qwen3_next, stored=stored_qwen3_next
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
