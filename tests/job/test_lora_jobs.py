@@ -16,6 +16,9 @@ from tests.support.jobs import finished, inline_config, metrics_of, run_job, unt
 from torch import Tensor
 
 from spmdrl.engines.models.hf.adapter_files import StoredAdapters
+from spmdrl.engines.models.hf.model_folder import parameter_shapes
+from spmdrl.job.model.model_source import ModelSource
+from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.model_config import LoraConfig
 
 # A reference without a second model, a critic whose weights are all trained, and a switch that moves all it can.
@@ -211,8 +214,21 @@ def test_a_run_begins_with_adapters_that_peft_has_written(whole, tmp_path):
     model = tmp_path / "run/checkpoints/step_000001/model"
     merged = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-5, atol=1e-5)
-    generated = run_job("generate", f"model.path={adapter}", "prompt=1+1=")
-    assert generated.returncode == 2 and "has adapters, which generate doesn't apply" in generated.stderr
+    # Without training they are merged: as by PEFT, and in the slices of two ranks.
+    source, by_peft = ModelSource.of(adapter), adapted.merge_and_unload().state_dict()
+    for name, shape in parameter_shapes(source.decoder).items():
+        torch.testing.assert_close(source.initial_weights().read(whole_slice(name, shape)), by_peft[name])
+    greedy = ["rollout.temperature=0", "rollout.max_completion_length=8", "rollout.ignore_eos=true"]
+    prompts = ["prompt=1+1=", "prompt=23+45=", *greedy, f"run.dir={tmp_path / 'answers'}"]
+    cut = ["resources.generation.tensor=2", f"model.path={adapter}"]
+    answers = [
+        finished(run_job("generate", *prompts, *settings, ranks=ranks)).stdout.partition("> ")[2]
+        for settings, ranks in ((cut, 2), ([f"model.path={model}"], 1), ([f"model.path={base}"], 1))
+    ]
+    assert answers[0] == answers[1] != answers[2]
+    (adapter / ADAPTER_FILE).write_bytes((whole / "run/checkpoints/step_000002/adapter" / ADAPTER_FILE).read_bytes())
+    other = run_job("generate", *prompts, f"model.path={adapter}")
+    assert other.returncode == 2 and "has the shape" in other.stderr
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,10 @@ class ModelSource:
     @property
     def label(self) -> str:
         """Name for files: a checkpoint's run and step, or the model's, made unique."""
-        path = Path(self.base_name)
+        whole_name = self.base_name if self.adapters is None else str(self.adapters.folder.resolve())
+        path = Path(whole_name)
         name = f"{path.parts[-4]}_{path.parts[-2]}" if path.parts[-3:-2] == (CHECKPOINTS,) else path.name
-        return f"{name}_{hashlib.sha256(self.base_name.encode()).hexdigest()[:6]}"
+        return f"{name}_{hashlib.sha256(whole_name.encode()).hexdigest()[:6]}"
 
     def results_in(self, run: Path, verb: str) -> Path:
         """Return the folder, below a run's, for results of a verb that doesn't train this model."""
@@ -95,14 +96,14 @@ class ModelSource:
         )
 
     def initial_weights(self) -> WeightSource:
-        """Return a training engine's initial weights."""
+        """Return the weights to begin with, into which adapters are merged if the decoder has none."""
         if self.has_new_head:
             return WithNewHead(self.weights())
         if self.decoder.lora is not None:
             if self.adapters is not None:
                 return self.adapters.beside(self.weights())
             return WithNewAdapters(self.weights(), parameter_shapes(self.decoder), self.seed)
-        return self.weights()
+        return self.weights() if self.adapters is None else self.adapters.merged_into(self.weights())
 
     def with_adapters(self, lora: LoraConfig | None, seed: int) -> ModelSource:
         """Return the same model with adapters: stored ones, or new ones, which don't change its outputs yet.

@@ -93,15 +93,15 @@ def load_replica(config: Config, source: ModelSource, world: World, console: Con
     """Build a replica that generates with the source's weights, without a trainer. Collective over all ranks."""
     with console.doing("loading the weights"):
         replica = build_replica(config, source, world, config.resources.generation)
-        engine, files = replica.engine, source.weights()
+        engine, weights = replica.engine, source.initial_weights()
         if engine.wants_iterator:
-            names = sorted(engine.weight_shapes())
+            shapes = sorted(engine.weight_shapes().items())
             engine.wake_weights()
-            engine.load_weights((name, files.read(whole_slice(name, files.shape(name)))) for name in names)
+            engine.load_weights((name, weights.read(whole_slice(name, shape))) for name, shape in shapes)
         else:
             storage = engine.wake_weights()
             for name, wanted in engine.weight_slices().items():
-                storage[name].copy_(files.read(wanted))
+                storage[name].copy_(weights.read(wanted))
         engine.wake_cache()
     return replica
 

@@ -174,8 +174,9 @@ def identity_of_answers(config: Config, source: ModelSource, prompts: Sequence[P
     """Return the settings and inputs that answers depend on; those of an interrupted run must be the same."""
     rollout = config.rollout
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.folder.iterdir())]
+    adapters = "" if source.adapters is None else f", adapters {source.adapters.digest}"
     return {
-        "the model": f"{source.folder}, files {_digest(files)}",
+        "the model": f"{source.folder}, files {_digest(files)}{adapters}",
         "the prompts": f"{len(prompts)}, tokens {_digest([prompt.prompt_ids for prompt in prompts])}",
         "seed": config.seed,
         "eval.num_samples": config.eval.num_samples,

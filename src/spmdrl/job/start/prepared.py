@@ -117,10 +117,8 @@ def prepare(
     if checked.train_rows:
         source = source.with_adapters(config.lora, config.seed)
     elif source.adapters is not None:
-        raise ValueError(
-            f"model.path {config.model.path} has adapters, which {checked.verb} doesn't apply; give a folder into "
-            "which they are merged, such as a checkpoint's model/"
-        )
+        # Raises ValueError if they belong to another model.
+        source.with_adapters(source.adapters.lora, config.seed)
     check_generation_cuts(source.decoder, config.resources.generation)
     if config.rollout.engine == "vllm":
         check_vllm_computes(folder, source.decoder)

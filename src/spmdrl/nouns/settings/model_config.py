@@ -189,8 +189,8 @@ class ModelConfig:
     """The model to train: a Hugging Face folder, or a small one made with random weights."""
 
     path: str | None = None
-    """folder of a Hugging Face model, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct; with lora also of adapters by
-    PEFT, whose base the model then is"""
+    """folder of a Hugging Face model, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct; or folder of adapters by PEFT,
+    whose base the model then is (to train them, set lora)"""
     make: MakeConfig | None = None
     """sizes of a model made here with random weights and a char-level tokenizer, in place of path"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

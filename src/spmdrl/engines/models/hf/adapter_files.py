@@ -77,6 +77,13 @@ class StoredAdapters:
         """Return the weights of a model with these adapters."""
         return _WithStoredAdapters(source, self)
 
+    def merged_into(self, source: WeightSource) -> WeightSource:
+        """Return the weights of a model without adapters that computes what it does with these."""
+        return _WithMergedAdapters(source, self)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
     def read(self, wanted: WeightSlice) -> Tensor:
         whole: Tensor = self._file.get_tensor(self._names[wanted.name])
         return whole[wanted.index_within(whole_slice(wanted.name, tuple(whole.shape)))]
@@ -88,6 +95,18 @@ class _WithStoredAdapters:
 
     def read(self, wanted: WeightSlice, /) -> Tensor:
         return (self._adapters if is_adapter(wanted.name) else self._source).read(wanted)
+
+
+class _WithMergedAdapters(_WithStoredAdapters):
+    def read(self, wanted: WeightSlice, /) -> Tensor:
+        weight, lora = self._source.read(wanted), self._adapters.lora
+        down, up = (f"{wanted.name.removesuffix('weight')}lora_{letter}.weight" for letter in "AB")
+        if down not in self._adapters:
+            return weight
+        (row, column), (last_row, last_column) = wanted.starts, wanted.stops
+        up_part = self._adapters.read(WeightSlice(up, (row, 0), (last_row, lora.rank)))
+        down_part = self._adapters.read(WeightSlice(down, (0, column), (lora.rank, last_column)))
+        return weight.float() + lora.scale * (up_part.float() @ down_part.float())
 
 
 class WithNewAdapters:
