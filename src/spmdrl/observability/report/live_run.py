@@ -90,7 +90,6 @@ class LiveRun:
         """
         # Not forked from here: a copy of one thread of several may crash or wait for another one.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([self._contents.__module__])
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=_send_drawn, args=(self._contents, self._folder, sender), daemon=True)
         child.start()

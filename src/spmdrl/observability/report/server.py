@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import forkserver
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ class Pages:
         self._index_page = index_html(", ".join(folder.resolve().name for folder in folders)).encode()
         self._index = RunIndex(folders)
         self._contents = contents
+        # Pages are forked from a process that imports, before the first is asked for, what each fork would.
+        forkserver.set_forkserver_preload(["spmdrl.__main__", contents.__module__])
+        forkserver.ensure_running()
         self._live: OrderedDict[str, LiveRun] = OrderedDict()
         # Requests are served by threads; readers keep offsets.
         self._locks = threading.Lock(), threading.Lock()
