@@ -300,19 +300,21 @@ def test_connections_that_send_nothing_keep_nobody_else_out(served):
             one.close()
 
 
-def test_the_verb_prints_the_address_and_ends_at_ctrl_c(runs):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_verb_prints_the_address_ends_at_a_signal_and_leaves_nothing(runs, tmp_path, number):
     # What a shell starts in the background ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "spmdrl", "report", str(runs), "--serve"]
-    verb = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    own = environment() | {"TMPDIR": str(tmp_path)}
+    verb = subprocess.Popen(command, env=own, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         address, tunnel = verb.stdout.readline().split()[1], verb.stdout.readline()
         port, token = int(address.split(":")[2].split("/")[0]), address.split("/")[3]
         connection = http.client.HTTPConnection(HOST, port, timeout=20)
         connection.request("GET", f"/{token}/runs.json")
         assert len(json.loads(connection.getresponse().read())["rows"]) == 2
-        verb.send_signal(signal.SIGINT)
-        assert verb.wait(30) == 0 and f"ssh -L {port}:127.0.0.1:{port}" in tunnel
+        verb.send_signal(number)
+        assert verb.wait(30) == 0 and f"ssh -L {port}:127.0.0.1:{port}" in tunnel and not [*tmp_path.iterdir()]
     finally:
         signal.signal(signal.SIGINT, before)
         verb.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(folders: Sequence[Path], port: int) -> int:
-    """Serve the pages of all runs in some folders until Ctrl-C."""
+    """Serve the pages of all runs in some folders until Ctrl-C or SIGTERM."""
     if missing := [str(folder) for folder in folders if not folder.is_dir()]:
         show(
             f"spmdrl report: {missing[0]} is no folder; give run folders, or folders that hold some", stream=sys.stderr
@@ -91,6 +92,8 @@ def _serve(folders: Sequence[Path], port: int) -> int:
     except OSError as error:
         show(f"spmdrl report: port {port} can't be opened ({error}); leave it out for a free one", stream=sys.stderr)
         return 2
+    # What its pages are forked from has a folder, which only an orderly end removes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server, contextlib.suppress(KeyboardInterrupt):
         port = server.server_port
         show(f"runs: {server.url} (Ctrl-C ends this)")
