@@ -119,7 +119,7 @@ def test_every_key_has_a_text_and_a_page() -> None:
     for key in names.keys:
         entries = find_keys(Config, key)
         assert entries and all(entry.text for entry in entries), key
-        assert (key_page(Config, names, key) or "").startswith(f"{key}: ")
+        assert (key_page(Config, key) or "").startswith(f"{key}: ")
 
 
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
 
-from spmdrl.config.key_schema import describe, key_groups, schema_keys
+from spmdrl.config.key_schema import ChosenBy, describe, key_groups, schema_keys
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config, resolved_yaml
-from spmdrl.config.reference import find_keys, key_page, known_names
+from spmdrl.config.reference import find_keys, key_page
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class Circle:
 
 @dataclass(frozen=True)
 class Drawing:
-    shape: Annotated[Square | Circle, Field(discriminator="name")] = field(default_factory=lambda: Square(side=3.0))
+    shape: Annotated[Square | Circle, ChosenBy("name")] = field(default_factory=lambda: Square(side=3.0))
     """what is drawn"""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    shape: Annotated[Square | Circle, Field(discriminator="name")]
+    shape: Annotated[Square | Circle, ChosenBy("name")]
 
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedConfig[Drawing]:
@@ -158,5 +157,5 @@ def test_the_schema_has_the_keys_of_all_choices_and_those_of_each():
         "shape.name=disk": ["shape.radius", "shape.color", "shape.angle"],
     }
     assert describe(name.kind) == "one of square, circle, disk" and name.default == "square"
-    page = key_page(Drawing, known_names(Drawing), "shape.color") or ""
+    page = key_page(Drawing, "shape.color") or ""
     assert "default red" in page and "default blue" in page

@@ -143,7 +143,7 @@ def test_only_sound_steps_are_offered(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("resume", "advice"), [("alway", "did you mean auto"), ("nevr", "did you mean never"), ("²", "a step")]
+    ("resume", "advice"), [("alway", "auto goes on"), ("nevr", "never starts anew"), ("²", "a step")]
 )
 def test_a_misspelt_resume_is_refused(tmp_path, resume, advice):
     with pytest.raises(ConfigError, match=advice):

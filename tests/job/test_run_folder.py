@@ -65,7 +65,7 @@ REFUSED = [
     pytest.param(["model.make.hidden_size=64"], "hidden_size is 32, not 64", id="another model made"),
     pytest.param(["resume=2", "rollout.num_generations=2"], "num_generations was 4 and is 2", id="another size"),
     pytest.param(["resume=1"], "steps that can: [2, 3]", id="no such checkpoint"),
-    pytest.param(["resume=alway"], "did you mean auto?", id="a misspelt word"),
+    pytest.param(["resume=alway"], "auto goes on from the newest checkpoint", id="a misspelt word"),
     pytest.param(["resources.device=cuda"], "resources.device is 'cuda'", id="no such device"),
     pytest.param(["train.max_steps=many"], "train.max_steps", id="a broken config"),
 ]

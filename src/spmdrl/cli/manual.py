@@ -197,10 +197,9 @@ def help_page(name: str) -> str:
         if page_of not in known:
             raise ConfigError(f"there is no page {page_of!r}; there are {', '.join(known)}")
         return "\n".join(known[page_of]) + "\n"
-    names = known_names(Config)
-    page = key_page(Config, names, name)
+    page = key_page(Config, name)
     if page is not None:
         return page
     near = nearest(name, VERB_PAGES)
-    advice = f"did you mean {near}?" if near else names.advice(name)
+    advice = f"did you mean {near}?" if near else known_names(Config).advice(name)
     raise ConfigError(f"there is no key or verb {name!r}; {advice}")

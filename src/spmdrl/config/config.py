@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
-from pydantic import Field
 
 from spmdrl.algorithms.outside import outside_config
 from spmdrl.algorithms.settings.algo_config import AlgoConfig
@@ -21,6 +20,7 @@ from spmdrl.algorithms.settings.policy_configs import GrpoConfig
 from spmdrl.algorithms.settings.preference_configs import PreferenceConfig
 from spmdrl.config.aliases import ADVICE, ALIASES, NEEDLESS
 from spmdrl.config.given import Given, find
+from spmdrl.config.key_schema import ChosenBy
 from spmdrl.config.reader import ConfigError, LoadedConfig, read_config
 from spmdrl.nouns.settings.checkpoint_config import CheckpointConfig
 from spmdrl.nouns.settings.data_config import DataConfig
@@ -31,7 +31,6 @@ from spmdrl.nouns.settings.reward_config import EnvironmentConfig, RewardConfig
 from spmdrl.nouns.settings.role_configs import CriticConfig, JudgeConfig, ReferenceConfig, TeacherConfig
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.nouns.settings.training_config import Epochs, OptimConfig, TrainingConfig
-from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.resources.layout import ResourcesConfig
 from spmdrl.runtime.screen import safe_text
 
@@ -180,7 +179,7 @@ class DebugConfig:
 if TYPE_CHECKING:
     _ChosenAlgoConfig = AlgoConfig
 else:
-    _ChosenAlgoConfig = Annotated[reduce(or_, ALGO_CONFIGS), Field(discriminator="name")]
+    _ChosenAlgoConfig = Annotated[reduce(or_, ALGO_CONFIGS), ChosenBy("name")]
 
 
 @dataclass(frozen=True)
@@ -258,11 +257,9 @@ class Config:
                 "or sft.turns to last"
             )
         if self.resume_step is None and self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            near = nearest(self.resume, ("auto", "always", "never"))
-            advice = f"did you mean {'never' if near == 'never' else 'auto'}? " if near else ""
             raise ValueError(
-                f"resume is {self.resume!r}, which is neither auto, never, a step's number, nor a folder; {advice}"
-                "auto goes on from the newest checkpoint, never starts anew"
+                f"resume is {self.resume!r}, which is neither auto, never, a step's number, nor a folder; auto goes on "
+                "from the newest checkpoint, never starts anew"
             )
 
 
@@ -283,6 +280,6 @@ def _with_algorithm(tree: dict[str, Given]) -> type[Config]:
         own = outside_config(given.text)
     except ValueError as error:
         raise ConfigError(f"{given.origin}: {error}") from error
-    kind: Any = Annotated[reduce(or_, (*ALGO_CONFIGS, own)), Field(discriminator="name")]
+    kind: Any = Annotated[reduce(or_, (*ALGO_CONFIGS, own)), ChosenBy("name")]
     algo: tuple[str, Any, Any] = ("algo", kind, field(default_factory=GrpoConfig))
     return make_dataclass("Config", [algo], bases=(Config,), frozen=True)

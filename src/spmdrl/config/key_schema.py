@@ -1,8 +1,8 @@
 """The keys of a tree of frozen dataclasses, their types in words, and pydantic's view of the tree.
 
 A field's type may be int, float, bool, str, Literal, tuple[X, ...], list, dict[str, Any], a dataclass, a union of
-those, with bounds as Annotated[int, Ge(1)]. In Annotated[A | B, Field(discriminator="name")], the key `name` chooses
-between dataclasses.
+those, with bounds as Annotated[int, Ge(1)]. In Annotated[A | B, ChosenBy("name")], the key `name` chooses between
+dataclasses.
 """
 
 from __future__ import annotations
@@ -14,18 +14,32 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdrl.config.given import joined
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema
 
 _SCALARS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class ChosenBy:
+    """Marks a union of dataclasses among which the value of one key chooses, as pydantic's Field(discriminator=...)."""
+
+    discriminator: str
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # Imported by what validates: `help KEY` takes three quarters of the time without it.
+        from pydantic import Field
+
+        return handler.generate_schema(Annotated[union, Field(discriminator=self.discriminator)])
 
 
 @cache
@@ -87,7 +101,8 @@ def own_keys(owner: Any, prefix: str = "", base: object = None) -> Iterator[Key]
     """Yield the fields of a dataclass as keys below `prefix`; a `base` gives their defaults."""
     for entry in fields(owner):
         if entry.init:
-            default = _default(entry) if base is None else getattr(base, entry.name)
+            own = entry.default if entry.default_factory is MISSING else entry.default_factory()
+            default = own if base is None else getattr(base, entry.name)
             yield Key(joined(prefix, entry.name), type_hints(owner)[entry.name], owner, default)
 
 
@@ -111,18 +126,18 @@ def _keys_below(section: Key, owner: Any) -> list[Key]:
     return list(own_keys(owner, section.name, section.default if isinstance(section.default, owner) else None))
 
 
-def schema(root: Any) -> Iterator[Key]:
+def schema(root: Any, towards: str | None = None) -> Iterator[Key]:
     """Yield every key of a tree, sections included; a key that several choices of a union share comes once per
-    choice."""
+    choice. With the name of a key, only sections that hold it are entered."""
     for key in own_keys(root):
-        yield from _with_keys_below(key)
+        yield from _with_keys_below(key, towards)
 
 
-def _with_keys_below(key: Key) -> Iterator[Key]:
+def _with_keys_below(key: Key, towards: str | None) -> Iterator[Key]:
     yield key
-    for keys in key_groups(key).values():
-        for below in keys:
-            yield from _with_keys_below(below)
+    if towards is None or towards.startswith(f"{key.name}."):
+        for below in chain(*key_groups(key).values()):
+            yield from _with_keys_below(below, towards)
 
 
 def schema_keys(root: Any) -> tuple[str, ...]:
@@ -203,10 +218,6 @@ def describe_bounds(kind: Any) -> str:
 
 def _extras(kind: Any) -> tuple[Any, ...]:
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
-
-
-def _default(entry: Field[Any]) -> object:
-    return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
 @cache

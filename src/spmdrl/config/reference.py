@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.config.aliases import ADVICE, ALIASES, NEEDLESS
 from spmdrl.config.given import inline
-from spmdrl.config.key_names import KnownNames, spellings_of
+from spmdrl.config.key_names import Alias, KnownNames, spellings_of
 from spmdrl.config.key_schema import Key, adapter, describe, key_groups, own_keys, schema, schema_keys
 
 _WIDTH = 110
@@ -48,17 +48,17 @@ def known_names(root: type[Any]) -> KnownNames:
 
 def find_keys(root: type[Any], name: str) -> list[Key]:
     """Return a dotted key's entries: none if there is no such key, several if choices of a union differ in it."""
-    return [key for key in schema(root) if key.name == name]
+    return [key for key in schema(root, towards=name) if key.name == name]
 
 
-def key_page(root: type[Any], names: KnownNames, name: str) -> str | None:
+def key_page(root: type[Any], name: str) -> str | None:
     """Return the entry of a key, a section, an alias or a name with advice; None for an unknown name."""
     entries = [_section_lines(key) if key.sections else _key_lines(key) for key in find_keys(root, name)]
     if entries:
         return "\n".join("\n".join(lines) + "\n" for lines in entries)
-    alias = names.spellings.get(name)
-    if alias is not None:
-        return "\n".join(_alias_lines(root, name)) + "\n"
+    names = known_names(root)
+    if alias := names.spellings.get(name):
+        return "\n".join(_alias_lines(root, name, alias)) + "\n"
     if name in names.needless:
         return f"{name}: nothing to set: {names.needless[name]}\n"
     advice = names.known_advice(name)
@@ -106,8 +106,7 @@ def _together(choices: Sequence[str]) -> str:
     return ", ".join([first, *(other.partition("=")[2] for other in others)])
 
 
-def _alias_lines(root: type[Any], name: str) -> Iterator[str]:
-    alias = spellings_of(ALIASES)[name]
+def _alias_lines(root: type[Any], name: str, alias: Alias) -> Iterator[str]:
     here = f" ({alias.here})" if alias.here else ""
     yield f"{name}: {alias.origin}'s name for {alias.there}; it sets {alias.key}{here}"
     yield ""

@@ -196,7 +196,7 @@ class Swap:
         group = self._groups[owner]
         if group.state != "device":
             raise RuntimeError(f"{owner} can't leave the device: its state is {group.state!r}; finish its return first")
-        tensors = _on_device(group.tensors(), self._device)
+        tensors = {name: tensor for name, tensor in group.tensors().items() if _occupies(tensor, self._device)}
         going = self._going(tensors, staying)
         group.staying_bytes = storage_bytes(tensor for name, tensor in tensors.items() if name not in going)
         return Leaving(group, going, self._ledger, version)
@@ -322,11 +322,6 @@ class Leaving:
             _free(spans)
         on_device = sum(span.storage.nbytes() for span in self._group.spans)
         self._ledger.set(self._group.owner, "device", self._group.staying_bytes + on_device)
-
-
-def _on_device(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
-    """Return the tensors that occupy device storage."""
-    return {name: tensor for name, tensor in tensors.items() if _occupies(tensor, device)}
 
 
 def _occupies(tensor: Tensor, device: Device) -> bool:
