@@ -11,6 +11,7 @@ from spmdrl.observability.jsonl import JsonlWriter
 from spmdrl.observability.log import CHECKPOINTS_FILE, MetricsLog, SampleRecord, SamplesLog, SampleToken
 from spmdrl.observability.summary import write_summary
 from spmdrl.observability.timeline import timeline_file
+from spmdrl.observability.timeline_lines import HeldMemory, LineWriter, Moved, Span
 
 STAGES = {"resharding": 0.4, "generation": 5.0, "reward": 0.3, "old_logprobs": 0.6, "advantage": 0.05, "update": 1.9}
 HOSTILE = (
@@ -125,28 +126,27 @@ def _sample(step: int, row: int, chance: random.Random) -> SampleRecord:
 def _write_timeline(path: Path, rank: int, num_steps: int, chance: random.Random) -> None:
     # Lines are written directly: a timeline of hours can't be lived through.
     path.parent.mkdir(parents=True, exist_ok=True)
-    now, lines = 1.7e9, []
+    now = 1.7e9
+    writer = LineWriter(rank, now)
+    lines = [writer.header]
     for step in range(1, num_steps + 1):
         begin = now
         for stage, seconds in STAGES.items():
             start, now = now, now + seconds * chance.uniform(0.8, 1.1) * (3 if step % 37 == 5 else 1)
-            moved = {"moved": _moved(rank)} if stage == "resharding" else {}
-            lines.append({"rank": rank, "step": step, "stage": stage, "start": start, "end": now} | moved)
+            moved = _moved(rank) if stage == "resharding" else ()
+            lines.append(writer.span(Span(rank, step, stage, start, now, moved=moved)))
             memory, host = _memory(stage)
             peaks = memory | ({"update_weights": 4 * GIB, "bucket": GIB} if stage == "resharding" else {})
-            lines.append({"rank": rank, "step": step, "stage": stage, "time": now, "memory": memory, "host": host,
-                          "peaks": peaks, "peak": sum(memory.values()) + peaks.get("bucket", 0)})  # fmt: skip
+            peak = sum(memory.values()) + peaks.get("bucket", 0)
+            lines.append(writer.memory(step, now, HeldMemory(stage, memory, host, peaks, peak)))
         now = max(now, begin + sum(STAGES.values()) * 1.1 * (3 if step % 37 == 5 else 1))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _moved(rank: int) -> list[dict[str, object]]:
+def _moved(rank: int) -> tuple[Moved, ...]:
     """Each rank is slower than the one before."""
-    return [
-        {"link": "cross_node", "bytes": GIB, "seconds": 0.2 + 0.2 * rank},
-        {"link": "node", "bytes": 2 * GIB, "seconds": 0.2 + 0.2 * rank},
-        {"link": "to_host", "bytes": 12 * GIB, "seconds": 0.4},
-    ]
+    slow = 0.2 + 0.2 * rank
+    return Moved("cross_node", GIB, slow), Moved("node", 2 * GIB, slow), Moved("to_host", 12 * GIB, 0.4)
 
 
 def _memory(stage: str) -> tuple[dict[str, int], dict[str, int]]:

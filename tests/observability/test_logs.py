@@ -131,15 +131,13 @@ def test_a_stage_keeps_what_was_moved_in_it_over_which_link(tmp_path: Path):
 
 
 def test_timelines_without_peaks_or_bytes_and_with_odd_ones_are_read(tmp_path: Path):
-    span, memory = (
-        '{"rank": 0, "step": 1, "stage": "s", "start": 1, "end": 2',
-        '{"rank": 0, "step": 1, "stage": "s", "time": 1',
-    )
+    span, memory = '{"step": 1, "s": ["s", 0, 1]', '{"step": 1, "h": ["s", 1, 0]'
     lines = [
-        span + "}", span + ', "moved": 3}', span + ', "moved": [1, {"link": 2}, {"link": "node", "bytes": 7}]}',
-        span + ', "moved": [{"link": "node", "bytes": 7, "seconds": "NaN"}]}',
-        span + ', "moved": [{"link": "node", "bytes": 7, "seconds": 1}]}',
-        memory + ', "memory": {"optimizer": 7}}', memory + ', "memory": {}, "peaks": [], "peak": "x"}',
+        '{"step": -1, "rank": 0, "from": 1.0}', '{"step": 1, "stage": "s", "start": 1, "end": 2}',
+        '{"step": 1, "s": ["s", 0]}', '{"step": 1, "h": [7, 0, 0]}',
+        span + "}", span + ', "m": 3}', span + ', "m": [1, ["node"], [2, 7, 1]]}',
+        span + ', "m": [["node", 7, "NaN"]]}', span + ', "m": [["node", 7, 1]]}',
+        memory + ', "d": {"optimizer": 7}}', '{"step": 2, "h": ["s", 2, "x"], "d": [], "p": []}',
     ]  # fmt: skip
     (tmp_path / "rank.jsonl").write_text("\n".join(lines))
     records = read_timeline(tmp_path)

@@ -28,7 +28,7 @@ from tests.support.jobs import ROOT
 
 MAX_BYTES = 5_000_000
 AXES = ("steps", "values")
-NEW = ("moved", "peaks", "peak")
+NEW = {"m", "p"}
 
 
 class _Page(HTMLParser):
@@ -356,8 +356,8 @@ def test_hostile_names_of_runs_metrics_stages_and_settings_stay_text(tmp_path: P
     log.write(1, dict.fromkeys(names, 1.0) | {f"{hostile}/zero": 0.0})
     log.close()
     (run / "config.resolved.yaml").write_text(f"{hostile}: {hostile}  # {hostile}\n")
-    span = {"rank": 0, "step": 1, "stage": hostile, "start": 0.0, "end": 1.0, "error": hostile}
-    held = {"rank": 0, "step": 1, "stage": hostile, "time": 1.0, "memory": {hostile: 1}, "host": {}}
+    span = {"step": 1, "s": [hostile, 0, 10**6], "e": hostile}
+    held = {"step": 1, "h": [hostile, 10**6, 0], "d": {hostile: 1}}
     (run / "timeline").mkdir()
     (run / "timeline" / "rank_00000.jsonl").write_text(json.dumps(span) + "\n" + json.dumps(held) + "\n")
     write_summary(run, verdict=hostile, command=hostile, sample_flow={hostile: 1.0, "eq1_gib": 1.0})

@@ -1,4 +1,4 @@
-"""Lines of a timeline file: short ones, and the longer ones of earlier versions.
+"""Lines of a timeline file.
 
 A file begins with a header, from whose time all others count; another one follows wherever a process continued it.
 Times are whole microseconds. Memory is written in full once per step, then as changes, so that each step can be read
@@ -141,7 +141,7 @@ class LineReader:
         for key, read in (("s", self._span), ("h", self._memory)):
             if isinstance(fields := line.get(key), list) and len(fields) == 3:
                 return read(step, fields, line)
-        return _long_line(step, line)
+        return None
 
     def _span(self, step: int, fields: list[Any], line: Mapping[str, Any]) -> Span | None:
         stage, start, micros = fields[0], number(fields[1]), number(fields[2])
@@ -169,31 +169,6 @@ class LineReader:
             self._known[place] = {owner: size for owner, size in now.items() if owner not in gone}
         held = HeldMemory(stage, self._known["d"], self._known["o"], self._known["p"], peak)
         return MemorySnapshot(self._rank, step, self._origin + time / MICRO, held)
-
-
-def _long_line(step: int, line: Mapping[str, Any]) -> Span | MemorySnapshot | None:
-    """Return a record of an earlier version's line, with names written out."""
-    rank, stage = line.get("rank"), line.get("stage")
-    if not (isinstance(rank, int) and isinstance(stage, str)):
-        return None
-    start, end, moment = (number(line.get(key)) for key in ("start", "end", "time"))
-    if start is not None and end is not None:
-        background, moved = line.get("background") is True, _long_moved(line.get("moved"))
-        return Span(rank, step, stage, start, max(start, end), str(line.get("error", "")), background, moved)
-    if moment is not None:
-        device, host, peaks = (_bytes_by_owner(line.get(key)) for key in ("memory", "host", "peaks"))
-        return MemorySnapshot(rank, step, moment, HeldMemory(stage, device, host, peaks, _whole(line.get("peak"))))
-    return None
-
-
-def _long_moved(value: object) -> tuple[Moved, ...]:
-    lines = [line for line in _list(value) if isinstance(line, Mapping)]
-    read = [(line.get("link"), line.get("bytes"), number(line.get("seconds"))) for line in lines]
-    return tuple(
-        Moved(link, size, seconds)
-        for link, size, seconds in read
-        if isinstance(link, str) and isinstance(size, int) and seconds is not None and math.isfinite(seconds)
-    )
 
 
 def _list(value: object) -> list[Any]:
