@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -101,13 +100,14 @@ def downsample(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, flo
     """Return at most `limit` points in order: the lowest and the highest of each stretch, so peaks stay."""
     if len(points) <= limit:
         return list(points)
+    values = [y for _, y in points]
     num_stretches = limit // 2 - 1
     kept = {0, len(points) - 1}
     for stretch in range(num_stretches):
         window = range(stretch * len(points) // num_stretches, (stretch + 1) * len(points) // num_stretches)
-        finite = [at for at in window if math.isfinite(points[at][1])]
+        finite = [at for at in window if math.isfinite(values[at])]
         if finite:
-            kept |= {min(finite, key=lambda at: points[at][1]), max(finite, key=lambda at: points[at][1])}
+            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
         else:
             kept.add(window[0])
     return [points[at] for at in sorted(kept)]
@@ -115,11 +115,12 @@ def downsample(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, flo
 
 def moving_mean(points: Points) -> list[tuple[float, float]]:
     """Return means over windows of a twenty-fifth of a long noisy curve, at evenly spread places."""
-    finite = [(x, _drawable(y)) for x, y in points if math.isfinite(y)]
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    values = [_drawable(y) for _, y in finite]
     reach, stride = max(1, len(finite) // 50), max(1, len(finite) // MEAN_POINTS)
     places = sorted({*range(0, len(finite), stride), len(finite) - 1} if finite else ())
-    windows = ((at, finite[max(0, at - reach) : at + reach + 1]) for at in places)
-    return [(finite[at][0], fmean(y for _, y in window)) for at, window in windows]
+    windows = ((at, values[max(0, at - reach) : at + reach + 1]) for at in places)
+    return [(finite[at][0], sum(window) / len(window)) for at, window in windows]
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

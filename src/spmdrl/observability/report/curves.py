@@ -163,6 +163,8 @@ def _eval_charts(runs: Sequence[RunData]) -> list[Chart]:
 def _band(run: RunData, metric: str) -> list[tuple[float, float, float]]:
     """Return the 10th to 90th percentile of the reward, or another metric's recorded interval."""
     ends = ("reward_p10", "reward_p90") if metric == "reward" else (f"{metric}_low", f"{metric}_high")
+    if ends[0] not in run.metric_names:
+        return []
     band = []
     for step, values in run.metrics.items():
         if metric in values:

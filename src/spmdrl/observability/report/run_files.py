@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class RunData:
         """Return (step, value) of all steps with the metric."""
         return [(float(step), values[metric]) for step, values in self.metrics.items() if metric in values]
 
-    @property
+    @cached_property
     def metric_names(self) -> list[str]:
         return sorted({name for values in self.metrics.values() for name in values})
 

@@ -146,13 +146,13 @@ class Curve:
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         self._add(line)
+                    self.step = int(_last(lines, "step") or self.step)
+                    self.seconds = _last(lines, "time/step") or self.seconds
                     self._offset += sum(map(len, lines)) + len(lines)
         return self
 
     def _add(self, line: bytes) -> None:
-        """Take the few numbers from a line: to parse all of it takes ten times as long."""
-        self.step = int(_number_of(line, "step") or self.step)
-        self.seconds = _number_of(line, "time/step") or self.seconds
+        """Take one number from a line: to parse all of it takes ten times as long."""
         known = [self.measure] if self.measure else MEASURES
         for name in known:
             value = _number_of(line, name)
@@ -171,6 +171,11 @@ class Curve:
             pairs = zip(self._sums[::2], [*self._sums[1::2], (0.0, 0)], strict=False)
             self._sums = [(left + right, count + more) for (left, count), (right, more) in pairs]
             self._stride *= 2
+
+
+def _last(lines: Sequence[bytes], name: str) -> float | None:
+    """Return a number of the last line that has it."""
+    return next((found for line in reversed(lines) if (found := _number_of(line, name)) is not None), None)
 
 
 def _number_of(line: bytes, name: str) -> float | None:

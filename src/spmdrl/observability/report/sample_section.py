@@ -168,5 +168,5 @@ def _short(value: object) -> str:
 
 
 def _digits(value: object) -> float | None:
-    known = number(value)
+    known = value if type(value) is float else number(value)
     return None if known is None or not math.isfinite(known) else float(f"{known:.4g}")

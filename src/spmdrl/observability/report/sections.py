@@ -158,8 +158,9 @@ def _plain(value: Any) -> str:
 
 def _counted(run: RunData, wanted: Any) -> tuple[str, str]:
     """Return the sum of the wanted metrics over the run, and the steps where it isn't 0."""
+    names = list(filter(wanted, run.metric_names))
     at_step = {
-        step: sum(value for name, value in values.items() if wanted(name) and math.isfinite(value))
+        step: sum(values[name] for name in names if math.isfinite(values.get(name, math.nan)))
         for step, values in run.metrics.items()
     }
     return f"{sum(at_step.values()):g}", _steps_text([step for step, amount in at_step.items() if amount])
