@@ -126,11 +126,15 @@ def _keys_below(section: Key, owner: Any) -> list[Key]:
     return list(own_keys(owner, section.name, section.default if isinstance(section.default, owner) else None))
 
 
-def schema(root: Any, towards: str | None = None) -> Iterator[Key]:
-    """Yield every key of a tree, sections included; a key that several choices of a union share comes once per
+def schema(root: Any, towards: str | None = None) -> tuple[Key, ...]:
+    """Return every key of a tree, sections included; a key that several choices of a union share comes once per
     choice. With the name of a key, only sections that hold it are entered."""
-    for key in own_keys(root):
-        yield from _with_keys_below(key, towards)
+    return _schema(root, towards)
+
+
+@cache
+def _schema(root: Any, towards: str | None) -> tuple[Key, ...]:
+    return tuple(found for key in own_keys(root) for found in _with_keys_below(key, towards))
 
 
 def _with_keys_below(key: Key, towards: str | None) -> Iterator[Key]:
@@ -142,11 +146,6 @@ def _with_keys_below(key: Key, towards: str | None) -> Iterator[Key]:
 
 def schema_keys(root: Any) -> tuple[str, ...]:
     """Return every dotted key of a tree, sections included."""
-    return _schema_keys(root)
-
-
-@cache
-def _schema_keys(root: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.name for key in schema(root)))
 
 
