@@ -142,6 +142,13 @@ def pytest_fixture_setup(request: pytest.FixtureRequest) -> Generator[None, obje
     return result
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out slow tests once CI's time for them is over."""
+    until = os.environ.get("SLOW_TESTS_UNTIL")
+    if until and time.time() > float(until) and item.get_closest_marker("slow"):
+        pytest.skip("left out: the time for slow tests was over (SLOW_TESTS_UNTIL)")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Note whether the test used the device, and fail it where the device noticed a race."""

@@ -87,6 +87,7 @@ def test_the_script_of_twelve_lines_runs(tmp_path: Path) -> None:
     assert copy.read_text().startswith("def score(") and copy.parent.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_in_a_notebook", "reading_runs"])
 def test_notebooks_run_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / f"{name}.ipynb").read_text())["cells"]
