@@ -51,7 +51,8 @@ def with_settings_of_run(loaded: LoadedConfig[Config], verb: str) -> LoadedConfi
     for key, value in values.items():
         section, name = key.split(".")
         own, is_unread = getattr(config, section), section == "data" and config.data.chat_template == "never"
-        if _is_default(loaded, key) and getattr(own, name) != value and not is_unread:
+        is_default = all(origin == DEFAULT for name, origin in loaded.origin.items() if within(name, key))
+        if is_default and getattr(own, name) != value and not is_unread:
             taken[key] = value
             config = replace(config, **{section: replace(own, **{name: value})})
     origin = {
@@ -62,10 +63,6 @@ def with_settings_of_run(loaded: LoadedConfig[Config], verb: str) -> LoadedConfi
         listed = ", ".join(f"{key}={inline(value)}" for key, value in taken.items())
         show(f"config: from {run}: {listed}", stream=sys.stderr)
     return replace(loaded, value=config, origin=origin)
-
-
-def _is_default(loaded: LoadedConfig[Config], key: str) -> bool:
-    return all(origin == DEFAULT for name, origin in loaded.origin.items() if within(name, key))
 
 
 def _run_of(model: str | None) -> Path | None:

@@ -344,13 +344,9 @@ def groups_of(role: Role, trainer: TrainingEngine) -> dict[str, TensorsByName]:
         groups[role.weights] = partial(_local_tensors, trainer, trainer.updates)
         groups[role.base] = partial(_local_tensors, trainer, lambda name: not trainer.updates(name))
     if role.optimizer is not None:
-        groups[role.optimizer] = partial(_optimizer_tensors, trainer)
+        groups[role.optimizer] = lambda: {str(number): one for number, one in enumerate(trainer.optimizer_tensors())}
     return groups
 
 
 def _local_tensors(trainer: TrainingEngine, of: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     return {name: shard.tensor for name, shard in trainer.named_shards().items() if of(name)}
-
-
-def _optimizer_tensors(trainer: TrainingEngine) -> dict[str, Tensor]:
-    return {str(number): tensor for number, tensor in enumerate(trainer.optimizer_tensors())}

@@ -126,7 +126,8 @@ class ShownRows:
         if not len(self._rows) and self._record is None:
             return
         # All tokens are copied: choosing on the device would make the host wait once more.
-        found = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or _nothing())
+        none = [torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0)]
+        found = to_host([torch.cat(parts) for parts in zip(*self._kept, strict=True)] or none)
         self._kept.clear()
         # Micro-batches come in any order, each with whole pieces.
         keys, counts = found[0].unique_consecutive(return_counts=True)
@@ -145,8 +146,3 @@ class ShownRows:
     def logprobs(self, row: int) -> list[float] | None:
         """Return the trainer's log-probs of a row's tokens before the update; None if the update excluded the row."""
         return self._logprobs.get(row)
-
-
-def _nothing() -> list[Tensor]:
-    """Return rows, log-probs and loss of no tokens."""
-    return [torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0)]

@@ -55,8 +55,9 @@ class Console:
         self.close()
         self._max_steps, self._phase, self._every = max_steps, phase, every
         if self._terminal is not None:
-            columns = (_plain_column(), BarColumn(bar_width=None), MofNCompleteColumn(), _Doing())
-            self._bar = Progress(*columns, console=self._terminal, transient=True)
+            columns = (BarColumn(bar_width=None), MofNCompleteColumn(), _Doing())
+            text = TextColumn("{task.description}", markup=False)
+            self._bar = Progress(text, *columns, console=self._terminal, transient=True)
             self._bar.start()
             self._bar.add_task(phase, total=max_steps, completed=done_steps, doing=None)
 
@@ -155,10 +156,6 @@ class _Doing(ProgressColumn):
     def render(self, task: Task) -> Text:
         doing = task.fields.get("doing")
         return Text("" if doing is None else f"{doing[0]} {duration(time.monotonic() - doing[1])}")
-
-
-def _plain_column() -> TextColumn:
-    return TextColumn("{task.description}", markup=False)
 
 
 def summary_block(fields: Mapping[str, Any], *, phase: str = "") -> str:

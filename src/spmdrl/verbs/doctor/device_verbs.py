@@ -22,7 +22,9 @@ _GIGA = 1e9
 def check_device(run: StageRun) -> None:
     """Check every operation of `Device`, then the collectives. Collective over the world."""
     device, num_bytes = run.device, _COPY_BYTES[run.scale]
-    run.require(_is_selected(device), f"a tensor made on {device.kind!r} isn't on {device.torch_device}")
+    # The kind alone selects this rank's device, as after `select`.
+    is_selected = torch.empty(1, device=device.kind).device == device.torch_device
+    run.require(is_selected, f"a tensor made on {device.kind!r} isn't on {device.torch_device}")
     _check_copies(run, num_bytes)
     if not device.is_cpu:
         _check_memory(run, num_bytes)
@@ -31,11 +33,6 @@ def check_device(run: StageRun) -> None:
         run.require(collective(run), f"{name} over {run.world.size} ranks gives wrong values")
     if run.world.size > 1:
         run.figures["all_reduce_gb_per_second"] = _all_reduce_rate(run, num_bytes)
-
-
-def _is_selected(device: Device) -> bool:
-    """Return True if the kind alone selects this rank's device, as after `select`."""
-    return torch.empty(1, device=device.kind).device == device.torch_device
 
 
 def _check_copies(run: StageRun, num_bytes: int) -> None:
