@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,35 +37,43 @@ class TimedPart:
 def fit_rates(parts: Sequence[TimedPart], links: Mapping[str, LinkRate]) -> tuple[dict[str, Rates], LinkRate]:
     """Return the rates by kind of work, and that of the link between the ranks of a node.
 
-    Least squares of relative errors, without negative rates. Training's messages give the link; with none it is the one
-    in `links`.
+    Least squares of relative errors, without negative rates. Training's messages, which are large, give the link's
+    rate; those of generation with tensor ranks, many and small, the time of each. Without any the link is that in
+    `links`.
     """
-    of_kind = {kind: [part for part in parts if part.kind == kind] for kind in (TRAINING, SCORING, GENERATION)}
+    training, generation, scoring = (
+        [part for part in parts if part.kind == kind] for kind in (TRAINING, GENERATION, SCORING)
+    )
     rates, link = {}, links[NODE]
-    rates[TRAINING], found = _fit(of_kind[TRAINING], has_link=any(part.messages for part in of_kind[TRAINING]))
-    link = found or link
-    for kind in (SCORING, GENERATION):
-        sent = [seconds_of_messages(part.messages, {NODE: link}, 1 << 30) for part in of_kind[kind]]
-        without = [
-            TimedPart(kind, part.work, Counter(), max(part.seconds - own, part.seconds / 10))
-            for part, own in zip(of_kind[kind], sent, strict=True)
-        ]
-        rates[kind], _ = _fit(without, has_link=False)
+    rates[TRAINING], each = _fit(training, list(map(_sent, training)))
+    if any(part.messages for part in training):
+        link = LinkRate(_rate(each[1], GIB), each[0] * 1e6)
+    numbers = [_sent(part)[:1] for part in generation]
+    rates[GENERATION], each = _fit(_without_messages(generation, replace(link, message_us=0.0)), numbers)
+    if each[0]:
+        link = replace(link, message_us=each[0] * 1e6)
+    rates[SCORING], _ = _fit(_without_messages(scoring, link), [()] * len(scoring))
     return rates, link
 
 
-def _fit(parts: Sequence[TimedPart], *, has_link: bool) -> tuple[Rates, LinkRate | None]:
+def _without_messages(parts: Sequence[TimedPart], link: LinkRate) -> list[TimedPart]:
+    sent = [seconds_of_messages(part.messages, {NODE: link}, 1 << 30) for part in parts]
+    return [
+        replace(part, seconds=max(part.seconds - own, part.seconds / 10)) for part, own in zip(parts, sent, strict=True)
+    ]
+
+
+def _fit(parts: Sequence[TimedPart], sent: Sequence[Sequence[float]]) -> tuple[Rates, list[float]]:
+    """Return the rates, and the seconds of each column of `sent`, a row for each part."""
     seconds = np.array([part.seconds for part in parts])
     # Products count by their flops at first.
     rates = Rates(1e-9, _UNLIMITED, 0.0)
-    link = None
+    each: list[float] = []
     for _ in range(_ROUNDS):
-        columns = np.array([[*_terms(part.work, rates), *(_sent(part) if has_link else ())] for part in parts])
-        launch, per_flop, per_byte, *of_link = _least_squares(columns / seconds[:, None])
+        columns = np.array([[*_terms(part.work, rates), *own] for part, own in zip(parts, sent, strict=True)])
+        launch, per_flop, per_byte, *each = _least_squares(columns / seconds[:, None])
         rates = Rates(_rate(per_flop, 1e12), _rate(per_byte, GIB), launch * 1e6)
-        if has_link:
-            link = LinkRate(_rate(of_link[1], GIB), of_link[0] * 1e6)
-    return rates, link
+    return rates, each
 
 
 def _terms(work: Work, rates: Rates) -> tuple[float, float, float]:

@@ -52,13 +52,17 @@ class CalibrationJob:
     sharded: bool
     """true if the ranks share out the training state"""
     swap: bool
+    tensor: bool = False
+    """true if pairs of ranks share out the model in generation"""
 
     def settings(self, num_ranks: int) -> list[str]:
         data, shard = (1, num_ranks) if self.sharded else (num_ranks, 1)
+        tensor = 2 if self.tensor and num_ranks % 2 == 0 else 1
         return [
             *_SETTINGS, f"model.make.hidden_size={self.hidden_size}", f"model.make.num_hidden_layers={self.num_layers}",
             f"model.make.intermediate_size={4 * self.hidden_size}", f"resources.update.data={data}",
-            f"resources.update.shard={shard}", f"rollout.prompts_per_step={self.prompts_per_rank * num_ranks}",
+            f"resources.update.shard={shard}", f"resources.generation.tensor={tensor}",
+            f"rollout.prompts_per_step={self.prompts_per_rank * num_ranks}",
             f"rollout.max_completion_length={self.response_length}",
             f"reshard.swap={'always' if self.swap else 'never'}",
         ]  # fmt: skip
@@ -68,17 +72,17 @@ _JOBS = {
     "cpu": (
         CalibrationJob(128, 2, 8, 16, sharded=False, swap=False),
         CalibrationJob(128, 8, 16, 24, sharded=True, swap=False),
-        CalibrationJob(256, 4, 8, 32, sharded=False, swap=True),
+        CalibrationJob(256, 4, 8, 32, sharded=False, swap=True, tensor=True),
         CalibrationJob(256, 8, 16, 16, sharded=True, swap=False),
-        CalibrationJob(512, 2, 16, 24, sharded=False, swap=False),
+        CalibrationJob(512, 2, 16, 24, sharded=False, swap=False, tensor=True),
         CalibrationJob(512, 4, 8, 16, sharded=True, swap=True),
     ),
     "accelerator": (
         CalibrationJob(1024, 4, 16, 64, sharded=False, swap=False),
         CalibrationJob(1024, 16, 32, 128, sharded=True, swap=False),
-        CalibrationJob(2048, 8, 32, 512, sharded=False, swap=True),
+        CalibrationJob(2048, 8, 32, 512, sharded=False, swap=True, tensor=True),
         CalibrationJob(2048, 16, 16, 256, sharded=True, swap=False),
-        CalibrationJob(4096, 4, 32, 256, sharded=False, swap=False),
+        CalibrationJob(4096, 4, 32, 256, sharded=False, swap=False, tensor=True),
         CalibrationJob(4096, 8, 16, 512, sharded=True, swap=True),
     ),
 }
