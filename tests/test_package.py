@@ -56,7 +56,7 @@ def test_each_file_that_a_message_or_a_page_of_help_names_is_in_the_wheel(setup:
     [
         ("win32", "sys", "needs Linux; on Windows run it in WSL 2"),
         # Python's own modules look for macOS's files.
-        ("darwin", "spmdrl.config.config", "macOS isn't tested: several nodes and the reward"),
+        ("darwin", "spmdrl.config.config, zoneinfo", "macOS isn't tested: several nodes and the reward"),
     ],
 )
 def test_other_systems_get_a_line_in_place_of_an_import_error(platform: str, imported_before: str, words: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from importlib import metadata
 from pathlib import Path
 
 _CLONE = Path(__file__).resolve().parents[3]
@@ -18,6 +17,9 @@ def how_to_install(extra: str, clone: Path = _CLONE) -> str:
     """
     if (clone / "setup.cfg").is_file():
         return f"`pip install -e '.[{extra}]'` in the clone"
+    # Imported here, as it takes 20 ms, and each command's start imports this module.
+    from importlib import metadata
+
     wanted = [one for one in metadata.requires("spmdrl") or () if re.search(rf"extra == ['\"]{extra}['\"]", one)]
     packages = " ".join(f"'{one.partition(';')[0].strip()}'" for one in wanted)
     return f"`pip install {packages}`"

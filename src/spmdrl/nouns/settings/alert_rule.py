@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import ClassVar
 
 SYMPTOMS = (
@@ -69,7 +68,8 @@ class AlertRule:
         having = [step for step in history if all(name in step for name in names)]
         if len(having) < self.num_steps or not history or having[-1] is not history[-1]:
             return False
-        first = {name: fmean(step[name] for step in having[:FIRST_STEPS]) for name in names}
+        early = having[:FIRST_STEPS]
+        first = {name: sum(step[name] for step in early) / len(early) for name in names}
         return all(
             condition.holds(step[condition.metric], first[condition.metric])
             for step in having[-self.num_steps :]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def take_folder(folder: Path) -> bytes:
     path = folder / FENCE_FILE
     number = 1 + _number_of(_read(path))
     # Two jobs without locks may find the same number; one of them then reads the other's token.
-    fields = {"number": number, **asdict(Holder.this_process()), "nonce": secrets.token_hex(8)}
+    fields = {"number": number, **asdict(Holder.this_process()), "nonce": os.urandom(8).hex()}
     content = json.dumps(fields).encode()
     _write(path, content)
     return content
@@ -112,7 +111,7 @@ def _fields_of(content: bytes) -> dict[str, object]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{FENCE_FILE}.{secrets.token_hex(8)}")
+    aside = path.with_name(f".{FENCE_FILE}.{os.urandom(8).hex()}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.write(descriptor, content)
