@@ -157,7 +157,8 @@ def _cut_off(
         deadline = time.monotonic() + _LONGEST_SECONDS
         while not (jobs.root / name / "checkpoints/step_000001").exists():
             if time.monotonic() > deadline or any(code is not None for code in job.codes):
-                raise RuntimeError(f"the job didn't get to its second step: {job.screens[0].read_text()[-2000:]}")
+                screens = "\n".join(screen.read_text()[-2000:] for screen in job.screens)
+                raise RuntimeError(f"the job, with codes {job.codes}, didn't get to its second step: {screens}")
             time.sleep(0.05)
         time.sleep(slow_seconds / 2)
         with nodes[lost].cut_off():
