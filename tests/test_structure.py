@@ -18,8 +18,8 @@ BUDGET = {
     "folders": 52,
     "config keys": 226,
     "files from prompt to gradient": 74,
-    # Main, agent, gate, calls of rewards, and now and then one that exchanges lines.
-    "threads per rank": 5,
+    # Main, agent, gate, calls of rewards; beside them now and then one that exchanges lines, or a timer.
+    "threads per rank": 4,
 }
 
 

@@ -49,7 +49,9 @@ def watch(frame, event, argument):
         return
     if code.co_name == "loop" and code.co_filename.endswith("train.py"):
         in_loop[:] = [True] if event == "call" else []
-        threads.update((thread.ident, thread.name) for thread in threading.enumerate())
+        # Those that live through all steps: a timer or an exchange of lines is there at one of its ends at most.
+        now = set(threading.enumerate())
+        threads.update(now) if event == "call" else threads.intersection_update(now)
     if in_loop and event == "call" and not code.co_name.startswith("<"):
         seen.add(code.co_filename.rpartition("/spmdrl/")[2])
 
@@ -76,7 +78,7 @@ except SystemExit as end:
 finally:
     sys.setprofile(None)
     if is_first:
-        found = {"files": sorted(seen), "threads": sorted(name for _, name in threads)}
+        found = {"files": sorted(seen), "threads": sorted(thread.name for thread in threads)}
         (folder / f"{job}.json").write_text(json.dumps(found))
 """
 
@@ -257,7 +259,8 @@ def holds_code(path: Path) -> bool:
 
 
 def what_runs(package: Path) -> tuple[list[str], list[str]]:
-    """The files whose functions run in the loop of a small job on one rank, and the Python threads of rank 0 of two."""
+    """The files whose functions run in the loop of a small job on one rank, and the Python threads that rank 0 of two
+    keeps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
