@@ -28,7 +28,7 @@ from tests.support.jobs import ROOT
 
 MAX_BYTES = 5_000_000
 AXES = ("steps", "values")
-NEW = {"m", "p"}
+PEAKS_AND_MOVES = {"m", "p"}
 
 
 class _Page(HTMLParser):
@@ -149,7 +149,9 @@ def test_a_run_whose_files_have_no_peaks_and_moved_nothing_has_no_such_tables(tm
     run = write_run(tmp_path / "run", num_steps=3, num_ranks=1)
     path = run / "timeline" / "rank_00000.jsonl"
     old = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in NEW}) + "\n" for line in old))
+    path.write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if k not in PEAKS_AND_MOVES}) + "\n" for line in old)
+    )
     text = write_report(run).read_text()
     assert "On the device" in text and "kv_cache" in text
     assert "Peaks on the device" not in text and "Resharding by link" not in text
