@@ -139,27 +139,29 @@ class Curve:
         if inode != self._inode or size < self._offset:
             self._start_anew(inode)
         if size > self._offset:
-            with self._path.open("rb") as file:
+            whole = measured = b""
+            with self._path.open("rb", buffering=_CHUNK_BYTES) as file:
                 file.seek(self._offset)
-                rest = b""
-                while chunk := file.read(_CHUNK_BYTES):
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        self._add(line)
-                    self.step = int(_last(lines, "step") or self.step)
-                    self.seconds = _last(lines, "time/step") or self.seconds
-                    self._offset += sum(map(len, lines)) + len(lines)
+                for line in file:
+                    if line[-1:] != b"\n":
+                        break  # it is being written
+                    self._offset += len(line)
+                    whole = line
+                    if self._add(line):
+                        measured = line
+            self.step = int(_number_of(whole, "step") or self.step)
+            self.seconds = _number_of(measured, "time/step") or self.seconds
         return self
 
-    def _add(self, line: bytes) -> None:
-        """Take one number from a line: to parse all of it takes ten times as long."""
-        known = [self.measure] if self.measure else MEASURES
-        for name in known:
+    def _add(self, line: bytes) -> bool:
+        """Take one number from a line, if it has it: to parse all of it takes ten times as long."""
+        for name in (self.measure,) if self.measure else MEASURES:
             value = _number_of(line, name)
             if value is not None:
                 self.measure, self.last = name, value
                 self._append(value)
-                break
+                return True
+        return False
 
     def _append(self, value: float) -> None:
         if self._sums and self._sums[-1][1] < self._stride:
@@ -173,20 +175,16 @@ class Curve:
             self._stride *= 2
 
 
-def _last(lines: Sequence[bytes], name: str) -> float | None:
-    """Return a number of the last line that has it."""
-    return next((found for line in reversed(lines) if (found := _number_of(line, name)) is not None), None)
-
-
 def _number_of(line: bytes, name: str) -> float | None:
     """Return a number of a line that `JsonlWriter` wrote; from its end, where the names that are looked for stand."""
-    key = f'"{name}": '.encode()
+    key = b'"%b": ' % name.encode()
     start = line.rfind(key)
     if start < 0:
         return None
     start += len(key)
+    end = line.find(b",", start)
     try:
-        return float(line[start : start + 40].partition(b",")[0].strip(b"} "))
+        return float(line[start:end] if end >= 0 else line[start:].strip(b"} \n"))
     except ValueError:
         return None
 
