@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.bench.harness.bench_table import BenchTable
@@ -28,6 +29,7 @@ _TIMED = ("generation", "reference", "old_logprobs", "values", "critic_update", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="CASE", help="cases of bench plan on one or two ranks")
+    parser.add_argument("--dtype", help="compute in this dtype, whatever a case says, such as float32")
     parser.add_argument("--devices", type=Path, metavar="FOLDER", help="keep the device files there, or use those")
 
 
@@ -35,9 +37,15 @@ def run(arguments: argparse.Namespace) -> BenchTable:
     """Calibrate, run and plan all cases. Raises RuntimeError with the end of the stderr of one that fails."""
     chosen = [case for case in CASES if case.num_ranks <= _MOST_RANKS]
     chosen = [case for case in chosen if not arguments.only or case.name in arguments.only]
+    if arguments.dtype:
+        chosen = [replace(case, more=(*case.more, f"model.dtype={arguments.dtype}")) for case in chosen]
+    rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.devices or Path(scratch)
-        rows = [row for case in chosen for row in compare(case, _device(folder, case))]
+        for case in chosen:
+            found = compare(case, _device(folder, case))
+            print(case.name, *(f"{row['stage']} {row['error']:+.0%}" for row in found), sep=", ", file=sys.stderr)
+            rows += found
     errors = [abs(float(row["error"])) for row in rows]  # type: ignore[arg-type]
     within = sum(error <= GOAL for error in errors)
     ratios = {"time_error_mean": statistics.mean(errors), "time_error_worst": max(errors)}
