@@ -76,7 +76,8 @@ def test_help_is_found_wherever_it_stands(arguments: list[str], capsys: pytest.C
 def test_each_verb_has_a_page_with_two_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "run.yaml", "--help"]) == main(["help", verb]) == 0
     page = VERB_PAGES[verb]
-    assert capsys.readouterr().out == page + page
+    assert capsys.readouterr().out.startswith(page + page)
+    assert main([verb, "--help"]) == 0 and capsys.readouterr().out == page
     assert page.startswith(f"usage: spmdrl {verb} ") and page.count(f" -m spmdrl {verb} ") == 2
     assert max(map(len, page.splitlines())) <= 120
 
@@ -104,6 +105,10 @@ def test_pages_of_verbs_name_keys_that_exist() -> None:
         ("epsilon", ["epsilon: TRL's name", "algo.clip_ratio_low: a number >= 0 and < 1; default 0.2"]),
         ("qlora", ["qlora isn't here: weights aren't quantized"]),
         ("lora", ["lora: a section", "lora.rank (32)"]),
+        ("beta", ["it sets algo.kl_coef", "in preferences it sets preferences.beta\n"]),
+        ("learning_rate", ["in sft it sets sft.optim.lr\n", "in reward-model it sets reward_model.optim.lr\n"]),
+        ("preferences", ["usage: spmdrl preferences", "\npreferences: a section", "  preferences.beta (0.1)"]),
+        ("multi_turn.max_assistant_turns", ["as many turns as rollout.max_completion_length has room for"]),
     ],
 )
 def test_a_key_a_section_and_a_name_of_others_are_explained(

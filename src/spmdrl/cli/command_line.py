@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(f"spmdrl {__version__}")
         return 0
     if arguments[:1] == ["help"] or (not is_own_help and {"-h", "--help"} & set(arguments)):
-        return _help([argument for argument in arguments if argument not in ("help", "-h", "--help")])
+        return _help(arguments)
     launch = LaunchEnvironment()
     # Read when torch is imported: its warnings of lost connections are pages of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -122,14 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stopped.code
 
 
-def _help(names: Sequence[str]) -> int:
+def _help(arguments: Sequence[str]) -> int:
     """Print the page of a verb or of each key; for anything else, the general page."""
+    names = [argument for argument in arguments if argument not in ("help", "-h", "--help")]
     if names and names[0] in VERB_PAGES:
         names = names[:1]
     elif names and names[0] in VERBS:
         names = []
     try:
-        show(located("\n".join(map(help_page, names)) if names else usage()), end="")
+        pages = [help_page(name, keys_too=arguments[0] == "help") for name in names]
+        show(located("\n".join(pages) if names else usage()), end="")
     except ConfigError as error:
         return _refuse(error, LaunchEnvironment())
     return 0

@@ -175,14 +175,15 @@ examples:
 }
 
 
-def help_page(name: str) -> str:
+def help_page(name: str, *, keys_too: bool = False) -> str:
     """Return the page of a verb, a key, a section or another trainer's name, or of all keys.
 
-    Raises ConfigError for any other name.
+    Verbs and sections of one name have both pages with `keys_too`. Raises ConfigError for any other name.
     """
-    if name in VERB_PAGES:
-        return VERB_PAGES[name]
-    # Imports torch, which pages of verbs don't need.
+    verb_page = VERB_PAGES.get(name, "")
+    if verb_page and not (keys_too and name in ("train", "sft", "preferences", "eval")):
+        return verb_page
+    # Pages of verbs do without these imports.
     from spmdrl.config.config import Config
     from spmdrl.config.reference import config_page, json_schema, key_page, known_names
 
@@ -199,7 +200,7 @@ def help_page(name: str) -> str:
         return "\n".join(known[page_of]) + "\n"
     page = key_page(Config, name)
     if page is not None:
-        return page
+        return f"{verb_page}\n{page}" if verb_page else page
     near = nearest(name, VERB_PAGES)
     advice = f"did you mean {near}?" if near else known_names(Config).advice(name)
     raise ConfigError(f"there is no key or verb {name!r}; {advice}")

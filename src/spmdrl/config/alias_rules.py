@@ -381,28 +381,19 @@ def _part_of_data_set(given: Given, settings: Settings) -> dict[str, Any]:
     return {}
 
 
-_RELATIONS = (
+RELATIONS = (
     *(_samples, _samples_or_prompts, _prompts_of_update, _rows_per_process, _factor, _total_length),
     *(_kl_in_loss, _kl_in_reward, _kl_anywhere, _kl_switch, _dynamic, _betas, _second_beta, _use_peft),
     *(_data_set, _part_of_data_set, _together),
 )
 """rules of settings that may stand beside each other and beside the key that they set"""
-_WITH_KEY = (_interval, _optimizer_steps, _unless_null, _of_critic, _limit)
+WITH_KEY = (_interval, _optimizer_steps, _unless_null, _of_critic, _limit)
+"""rules that take the key that they set"""
 _OTHERS = (
     *(_epsilon, _epsilon_both, _delta, _beta, _tis_cap, _warmup, _projections, _most_likely, _keep_top, _best_mode),
     *(_reward_funcs, _reward_file, _backends, _named_files),
 )
 RULES: Mapping[str, Callable[..., dict[str, Any]]] = {
-    function.__name__[1:]: function for function in (*_RELATIONS, *_WITH_KEY, *_OTHERS, _algorithm)
+    function.__name__[1:]: function for function in (*RELATIONS, *WITH_KEY, *_OTHERS, _algorithm)
 }
 """rules by the names that aliases.yaml has for them"""
-
-
-def is_relation(rule: str) -> bool:
-    """Return True if settings with this rule may stand beside others that set the same key."""
-    return RULES[rule] in _RELATIONS
-
-
-def takes_key(rule: str) -> bool:
-    """Return True if the rule takes the key that it sets."""
-    return RULES[rule] in _WITH_KEY

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from spmdrl.config.alias_rules import RULES, is_relation, takes_key
+from spmdrl.config.alias_rules import RELATIONS, RULES, WITH_KEY
 from spmdrl.config.given import Given, inline, show
 from spmdrl.config.key_names import Alias, Convert, Settings
 
@@ -36,14 +36,14 @@ def _conversion(row: Mapping[str, Any]) -> Convert | None:
         return _by_values(row) if "values" in row else None
     if "values" in row:
         return partial(RULES[rule], choose=_by_values(row))
-    return partial(RULES[rule], key=row["key"]) if takes_key(rule) else RULES[rule]
+    return partial(RULES[rule], key=row["key"]) if RULES[rule] in WITH_KEY else RULES[rule]
 
 
 def _aliases_of(row: Mapping[str, Any]) -> Iterator[tuple[list[str], bool, Alias]]:
     """Yield a row's names with the trainers that use each, and True for those read from a trainer's own files only."""
     convert, values = _conversion(row), row.get("values", {})
     here = row.get("here") or ", ".join(f"{inline(name)}: {inline(value)}" for name, value in values.items())
-    is_related = "read" in row and is_relation(row["read"])
+    is_related = "read" in row and RULES[row["read"]] in RELATIONS
     is_flag = True in values or "there" in row and row["there"].startswith("whether")
     for entry in row["names"].split():
         trainers, name = entry.split(":")

@@ -18,22 +18,18 @@ _COMMANDS = {
 }
 
 
-def page_name(trainer: str) -> str:
-    """Return the name of a trainer's page, without its ending."""
-    return trainer.lower()
-
-
 def coming_from(trainer: str) -> Iterator[str]:
     """Yield the lines of a trainer's Markdown page."""
     rows = {name: alias for name, alias in ALIASES.items() if trainer in alias.origin.split(", ")}
     rows |= OWN_NAMES[trainer]
     yield f"# Coming from {trainer}"
-    yield from ["", f"This page is generated: `python -m spmdrl help --coming-from={page_name(trainer)}`. The rules of"]
+    yield from ["", f"This page is generated: `python -m spmdrl help --coming-from={trainer.lower()}`. The rules of"]
     yield "such names are in [aliases.md](../aliases.md); [others.md](others.md) lists settings without a key here."
     yield ""
     yield from ["```bash", _COMMANDS[trainer], "```", ""]
     yield "writes run.yaml with these settings, and prints what became of each. Most names are also read by the verbs"
-    yield from ["themselves, in files and on the command line, unless the table says `convert`.", ""]
+    yield "themselves, in files and on the command line, unless the table says `convert`; `sft`, `preferences` and"
+    yield from ["`reward-model` read them as keys of their own section, where it has such keys.", ""]
     yield from ["| name there | what it means there | what it sets here |", "|---|---|---|"]
     for name, alias in sorted(rows.items()):
         here = f": {alias.here}" if alias.here else ""
@@ -71,4 +67,4 @@ def _cell(text: str) -> str:
 
 def pages() -> dict[str, list[str]]:
     """Return the lines of all pages by their names."""
-    return {page_name(trainer): list(coming_from(trainer)) for trainer in MARKS} | {"others": list(others_page())}
+    return {trainer.lower(): list(coming_from(trainer)) for trainer in MARKS} | {"others": list(others_page())}

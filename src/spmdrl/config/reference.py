@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.config.aliases import ADVICE, ALIASES, NEEDLESS
 from spmdrl.config.given import inline
-from spmdrl.config.key_names import Alias, KnownNames, spellings_of
+from spmdrl.config.key_names import Alias, KnownNames, keys_by_verb, spellings_of
 from spmdrl.config.key_schema import Key, adapter, describe, key_groups, own_keys, schema, schema_keys
 
 _WIDTH = 110
@@ -19,7 +19,7 @@ _PAGE_HEAD = """\
 # Keys of a configuration
 
 This page is generated from the code: `python -m spmdrl help --markdown > docs/config.md`. `python -m spmdrl help KEY`
-prints one entry, and [aliases.md](aliases.md) lists the names of other trainers that are read too.
+prints one entry, and [aliases.md](aliases.md) has the rules of other trainers' names, which are read too.
 
 A key is set in a YAML file (`optim: {lr: 1e-6}`), or on the command line (`optim.lr=1e-6`), which wins over files; of
 several files the later ones win. A key that isn't here is refused, and the nearest one named. `python -m spmdrl check
@@ -109,6 +109,8 @@ def _together(choices: Sequence[str]) -> str:
 def _alias_lines(root: type[Any], name: str, alias: Alias) -> Iterator[str]:
     here = f" ({alias.here})" if alias.here else ""
     yield f"{name}: {alias.origin}'s name for {alias.there}; it sets {alias.key}{here}"
+    for verb, own in keys_by_verb(name, alias, schema_keys(root)).items():
+        yield f"  in {verb} it sets {own}"
     yield ""
     for key in find_keys(root, alias.key):
         yield from _key_lines(key)

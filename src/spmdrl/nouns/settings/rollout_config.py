@@ -84,7 +84,7 @@ class RolloutConfig:
     if possible. true is refused otherwise: the native engine needs CUDA, a dense model and whole weights on each rank.
     With vLLM, false means enforce_eager"""
     kv_cache_gib: Annotated[float, Gt(0)] | None = None
-    """size of the native engine's KV cache in GiB; null: by gpu_memory_utilization, on a CPU at most what
+    """size of the engine's KV cache in GiB; null: by gpu_memory_utilization, on a CPU at most what
     max_running_rows need. Rows beyond it wait, and running ones may be recomputed"""
 
     def __post_init__(self) -> None:
