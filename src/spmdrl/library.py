@@ -92,7 +92,7 @@ def evaluate(config: Settings = None, **settings: Any) -> dict[str, Any]:
 
 
 def generate(prompts: Sequence[str], config: Settings = None, **settings: Any) -> list[str]:
-    """Return a model's responses to prompts, eval.num_samples for each, greedy if that is 1."""
+    """Return a model's responses to prompts, eval.num_samples for each, sampled as the section rollout says."""
     with Policy(_loaded("generate", config, settings)) as policy:
         return policy.generate(prompts)
 
