@@ -24,9 +24,8 @@ def coming_from(trainer: str) -> Iterator[str]:
     rows |= OWN_NAMES[trainer]
     yield f"# Coming from {trainer}"
     yield from ["", f"This page is generated: `python -m spmdrl help --coming-from={trainer.lower()}`. The rules of"]
-    yield "such names are in [aliases.md](../aliases.md); [others.md](others.md) lists settings without a key here."
-    yield ""
-    yield from ["```bash", _COMMANDS[trainer], "```", ""]
+    yield "such names are in [aliases.md](../aliases.md); [others](others.md) have no key here."
+    yield from ["", "```bash", _COMMANDS[trainer], "```", ""]
     yield "writes run.yaml with these settings, and prints what became of each. Most names are also read by the verbs"
     yield "themselves, in files and on the command line, unless the table says `convert`; `sft`, `preferences` and"
     yield from ["`reward-model` read them as keys of their own section, where it has such keys.", ""]
