@@ -35,7 +35,7 @@ from spmdrl.observability.report.sections import (
 )
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.timeline import write_perfetto
-from spmdrl.runtime.screen import show
+from spmdrl.runtime.screen import show, waiting
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "report_compare.html"
@@ -87,13 +87,15 @@ def _serve(folders: Sequence[Path], port: int) -> int:
     # Jobs write reports too, and need no HTTP server.
     from spmdrl.observability.report.server import Pages, ReportServer
 
+    # What its pages are forked from has a folder, which only an orderly end removes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with waiting("reading the runs"):
+        pages = Pages(folders, _contents)
     try:
-        server = ReportServer(Pages(folders, _contents), port)
+        server = ReportServer(pages, port)
     except OSError as error:
         show(f"spmdrl report: port {port} can't be opened ({error}); leave it out for a free one", stream=sys.stderr)
         return 2
-    # What its pages are forked from has a folder, which only an orderly end removes.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server, contextlib.suppress(KeyboardInterrupt):
         port = server.server_port
         show(f"runs: {server.url} (Ctrl-C ends this)")
