@@ -299,7 +299,8 @@ class GeneratorFilling:
         for index, bucket in enumerate(self._buckets):
             for name in {piece.box.name: None for piece in bucket.pieces}:
                 if name not in arriving:
-                    arriving[name] = self._new_whole(name)
+                    shape, dtype = self._targets[name].shape, self._agreed.dtypes[name]
+                    arriving[name] = torch.empty(shape, dtype=dtype, device=self._world.device.torch_device)
             wanted = SlicedWeights({self._targets[name]: tensor for name, tensor in arriving.items()})
             received.append(self._gather(index, held, wanted, watcher))
             self._record.add_received(bucket.pieces, wanted)
@@ -323,10 +324,6 @@ class GeneratorFilling:
         wanted = self._shown
         differing = [name for name in {**wanted, **shown} if shown.get(name) != wanted.get(name)]
         return [f"{name}: shown {shown.get(name)}, wanted {wanted.get(name)}" for name in differing]
-
-    def _new_whole(self, name: str) -> Tensor:
-        device = self._world.device.torch_device
-        return torch.empty(self._targets[name].shape, dtype=self._agreed.dtypes[name], device=device)
 
 
 def _check_shapes(wanted: Shapes, held: Shapes) -> None:

@@ -99,8 +99,8 @@ class ReshardingFlow:
             for owner, tensors in groups.items():
                 self._swap.add_group(owner, tensors)
         # Frozen weights move once, to generators that show their storage and have the adapters too.
-        shares_adapters = POLICY.base in self._groups[POLICY] and _has_adapters(self._policy, generator)
-        self._plans_left = 2 if shares_adapters else 1
+        is_shown = POLICY.base in self._groups[POLICY] and not generator.wants_iterator
+        self._plans_left = 2 if is_shown and any(map(self._policy.updates, generator.weight_shapes())) else 1
 
     def to_generation(self) -> ReshardStats:
         """Fill and wakes the generator, and frees the training state. Collective over the world.
@@ -327,10 +327,6 @@ class ReshardingFlow:
                 f"the resharding flow is in state {self._state!r}, but this step needs {state!r}; "
                 "the order is to_generation, start_return, to_update"
             )
-
-
-def _has_adapters(trainer: TrainingEngine, generator: GenerationEngine) -> bool:
-    return not generator.wants_iterator and any(map(trainer.updates, generator.weight_shapes()))
 
 
 def _together(left: Sequence[Left]) -> Left:

@@ -82,7 +82,7 @@ class PinnedStore:
 
     def _parts(self, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the bytes of a span, cut where slabs end, each with its place on the host."""
-        on_device, slab_start = _bytes_tensor(span.storage), 0
+        on_device, slab_start = torch.empty(0, dtype=torch.uint8, device=span.storage.device).set_(span.storage), 0
         for slab in self._slabs:
             start, stop = max(span.offset, slab_start), min(span.offset + span.num_bytes, slab_start + len(slab))
             if start < stop:
@@ -108,10 +108,6 @@ class _EventTicket:
         self._copied.synchronize()
         # The device measures only durations; a return is queued when nothing else is.
         return CopyTimes(self._queued, self._queued + self._begun.elapsed_time(self._copied) / 1e3)
-
-
-def _bytes_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 TensorsByName = Callable[[], Mapping[str, Tensor]]

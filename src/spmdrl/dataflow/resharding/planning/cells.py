@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -29,7 +29,8 @@ def cells_of(name: str, held: RankedBoxes, wanted: RankedBoxes) -> list[Cell]:
     boxes = [*holders, *wanters]
     if not boxes:
         return []
-    cuts = [_cuts(boxes, dim) for dim in range(len(boxes[0].starts))]
+    dims = range(len(boxes[0].starts))
+    cuts = [sorted({box.starts[dim] for box in boxes} | {box.stops[dim] for box in boxes}) for dim in dims]
     cells: dict[tuple[int, ...], Cell] = {}
     for box, ranks in wanters.items():
         for index in _indexes(box, cuts):
@@ -63,10 +64,6 @@ def _ranks_by_box(boxes: RankedBoxes) -> dict[WeightSlice, list[int]]:
         if box.num_elements:
             ranks.setdefault(box, []).append(rank)
     return ranks
-
-
-def _cuts(boxes: Sequence[WeightSlice], dim: int) -> list[int]:
-    return sorted({box.starts[dim] for box in boxes} | {box.stops[dim] for box in boxes})
 
 
 def _indexes(box: WeightSlice, cuts: list[list[int]]) -> Iterable[tuple[int, ...]]:

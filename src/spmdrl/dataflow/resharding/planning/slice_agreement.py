@@ -44,7 +44,8 @@ def agree_on_plan(
     dtypes: dict[str, torch.dtype] = {}
     for rank, part in enumerate(ranks):
         for name, _, _, text in part["wanted"]:
-            dtype = _dtype(text)
+            dtype = getattr(torch, text.removeprefix("torch."))
+            assert isinstance(dtype, torch.dtype), text
             if dtypes.setdefault(name, dtype) != dtype:
                 raise ValueError(f"rank {rank} wants {name} as {dtype}, another as {dtypes[name]}; use one dtype")
     element_bytes = {name: dtype.itemsize for name, dtype in dtypes.items()}
@@ -91,9 +92,3 @@ def _listed(box: WeightSlice) -> list[object]:
 
 def _slice(name: str, starts: list[int], stops: list[int]) -> WeightSlice:
     return WeightSlice(name, tuple(starts), tuple(stops))
-
-
-def _dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype), text
-    return dtype

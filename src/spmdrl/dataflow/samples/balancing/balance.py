@@ -74,8 +74,8 @@ def assign_rows(
     if not loads.rows.size:
         return [loads.rows] * len(takers)
     if not locality:
-        takers, homes = _on_one_node(takers, loads.homes)
-        loads = replace(loads, homes=homes)
+        # As if the job had a single node.
+        takers, loads = [Taker(taker.rank, 0) for taker in takers], replace(loads, homes=np.zeros_like(loads.homes))
     seats = _seat(takers, seed=seed, step=step)
     # Rows ascend; among equal costs the first row comes first.
     ascending = np.argsort(loads.rows, kind="stable")
@@ -173,11 +173,6 @@ def _seats_by_turns(seats: Seats) -> list[int]:
 def _scramble(*counters: int) -> int:
     """Return an integer hash of the counters, the same on every platform."""
     return int.from_bytes(hashlib.blake2b(repr(counters).encode(), digest_size=8).digest(), "big")
-
-
-def _on_one_node(takers: Sequence[Taker], homes: Integers) -> tuple[list[Taker], Integers]:
-    """Return the same takers and homes as if the job had a single node."""
-    return [Taker(taker.rank, 0) for taker in takers], np.zeros_like(homes)
 
 
 def _seat(takers: Sequence[Taker], *, seed: int, step: int) -> Seats:

@@ -127,7 +127,8 @@ def read_frame(frame: Tensor) -> Batch:
     if layout.num_bytes != memory.size:
         raise FrameError(f"a frame of {memory.size} bytes announces {layout.num_bytes}")
     rows = _part(memory, layout.rows, num_rows, _INT64)
-    _check_rows(rows)
+    if rows.size and rows.min() < 0:
+        raise FrameError(f"a frame has row {rows.min()}, but rows count from 0")
     shared = {lengths: _part(memory, start, num_rows + 1, _INT64) for lengths, start in layout.offsets.items()}
     ends = {lengths: _checked_end(lengths, part) for lengths, part in shared.items()}
     offsets = {lengths: torch.from_numpy(part) for lengths, part in shared.items()}
@@ -216,11 +217,6 @@ def _check_table(num_rows: int, numbers: list[int], num_values: list[int]) -> No
 def _part(memory: NDArray[np.uint8], start: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return `count` values from byte `start` on."""
     return memory[start : start + count * dtype.itemsize].view(dtype)
-
-
-def _check_rows(rows: NDArray[np.int64]) -> None:
-    if rows.size and rows.min() < 0:
-        raise FrameError(f"a frame has row {rows.min()}, but rows count from 0")
 
 
 def _check_count(name: str, num_values: int, end: int) -> None:
