@@ -133,7 +133,8 @@ def score(function: RewardFunction, call: RewardCall) -> FunctionScores:
         outcome = _finished([_attempt(function.call, lambda: _batch_arguments(function, call))])[0]
         if isinstance(outcome, BaseException):
             return FunctionScores.failed(call.num_rows, Verdict.CRASHED, f"{function.name}: {explain(outcome)}")
-        rows = _as_list(outcome)
+        listed = outcome.tolist() if hasattr(outcome, "tolist") else outcome
+        rows = list(listed) if isinstance(listed, (list, tuple)) else None
         if rows is None or len(rows) != call.num_rows:
             got = f"a {type(outcome).__name__}" if rows is None else f"{len(rows)} values"
             error = f"{function.name} returned {got} for {call.num_rows} rows; return a list with one value per row"
@@ -201,12 +202,6 @@ def _finished(outcomes: list[Any]) -> list[Any]:
         return await asyncio.gather(*map(wait, outcomes), return_exceptions=True)
 
     return asyncio.run(wait_for_all())
-
-
-def _as_list(outcome: Any) -> list[Any] | None:
-    if hasattr(outcome, "tolist"):
-        outcome = outcome.tolist()
-    return list(outcome) if isinstance(outcome, (list, tuple)) else None
 
 
 def _checked(name: str, outcomes: Sequence[Any]) -> FunctionScores:

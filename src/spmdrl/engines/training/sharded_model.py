@@ -70,8 +70,9 @@ class ShardedModel:
         """the same by weight"""
         self._buffers = {name for decoder in stages.values() for name, _ in decoder.named_buffers()}
         self._fsdp_modules = [m for decoder in stages.values() for m in decoder.modules() if isinstance(m, FSDPModule)]
-        # The stage with the embedding counts as the holder of a tied head.
-        self._copies = {_EMBEDDING} if any(_is_tied_copy(decoder) for decoder in stages.values()) else set()
+        # The stage with the embedding counts as the holder of a tied head; one with the head alone has a copy.
+        spans = [decoder.span for decoder in stages.values() if decoder.config.tied_head]
+        self._copies = {_EMBEDDING} if any(span.heads and not span.embeds for span in spans) else set()
 
     @property
     def decoders(self) -> list[Decoder]:
@@ -218,11 +219,6 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
         numel += math.prod(shape)
     if bucket:
         yield bucket
-
-
-def _is_tied_copy(decoder: Decoder) -> bool:
-    """Return True if the stage holds an embedding for its head only."""
-    return decoder.config.tied_head and decoder.span.heads and not decoder.span.embeds
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -205,7 +206,8 @@ def _agreed(squares: float, accumulated: Accumulated) -> tuple[float, dict[str, 
     recorder = Recorder()
     recorder.total(_LOSS, 0.0)
     terms = accumulated.terms
-    numbers = iter(_read([scalar for one in terms for scalar in _scalars(one)]))
+    scalars = [(one.loss, *chain(*one.metrics.values()), *one.maxima.values()) for one in terms]
+    numbers = iter(_read(list(chain(*scalars))))
     for one in terms:
         recorder.total(_LOSS, next(numbers))
         for name in one.metrics:
@@ -219,11 +221,6 @@ def _agreed(squares: float, accumulated: Accumulated) -> tuple[float, dict[str, 
             raise MemoryRanOut(f"rank {rank} ran out of memory: {ran_out}")
     # In the order of the ranks, as every rank must get the same sum.
     return math.sqrt(sum(square for square, _, _ in answers)), totals_of([table for _, table, _ in answers])
-
-
-def _scalars(terms: LossTerms) -> list[Tensor]:
-    """Return the loss, the sum and count of each metric, and the maxima."""
-    return [terms.loss, *(scalar for pair in terms.metrics.values() for scalar in pair), *terms.maxima.values()]
 
 
 def _read(scalars: Sequence[Tensor]) -> list[float]:

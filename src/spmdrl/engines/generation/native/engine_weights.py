@@ -133,7 +133,7 @@ class PackedWeights(FreeableWeights):
         # A CPU packs them, which frees each alone.
         super().__init__(decoder, device, dtype, () if device.type == "cpu" else _together(decoder))
         self._name_of = {id(weight): name for name, weight in decoder.named_parameters()}
-        self._head = Product([_head_weight(decoder)])
+        self._head = Product([decoder.model.embedding.weight if decoder.lm_head is None else decoder.lm_head.weight])
         self.products = [*_installed(decoder), self._head]
         self._used_elsewhere = {"model.embed_tokens.weight"}
         self._is_packed = False
@@ -181,14 +181,10 @@ class PackedWeights(FreeableWeights):
     def _names(self, product: Product) -> set[str]:
         return {self._name_of[id(weight)] for weight in product.weights}
 
-    def _changing(self) -> list[Product]:
-        """Return the products whose weights aren't all kept."""
-        return [product for product in self.products if not self._names(product) <= self._kept]
-
     def _unpack(self, names: Set[str] | None = None) -> None:
         """Drop the products whose weights aren't all kept; these weights, or all, get plain storages with values."""
         wanted = (self._own.keys() if names is None else names) - self._borrowed.keys()
-        for product in self._changing():
+        for product in [one for one in self.products if not self._names(one) <= self._kept]:
             lacking = {name for name in self._names(product) & wanted if not self._own[name].untyped_storage().nbytes()}
             for weight, values in zip(product.weights, product.unpacked() if lacking else (), strict=False):
                 name = self._name_of[id(weight)]
@@ -302,10 +298,6 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
     if len(owners) > 1 or any(part.data_ptr() != end for part, end in zip(parts, ends, strict=False)):
         return None
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
-
-
-def _head_weight(decoder: Decoder) -> Tensor:
-    return decoder.model.embedding.weight if decoder.lm_head is None else decoder.lm_head.weight
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -191,17 +191,14 @@ class RowDrawer:
         self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float], version: int
     ) -> list[tuple[Row, Finish]]:
         """Append given tokens and log-probs; returns the rows that end with them, with the reason."""
-        self._check_finite(logprobs, version)
+        if not all(map(math.isfinite, logprobs)):
+            raise RuntimeError(f"the logits of policy version {version} aren't finite; its weights are broken")
         ended = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             finish = self._append(row, token, logprob, version)
             if finish is not None:
                 ended.append((row, finish))
         return ended
-
-    def _check_finite(self, logprobs: Sequence[float], version: int) -> None:
-        if not all(map(math.isfinite, logprobs)):
-            raise RuntimeError(f"the logits of policy version {version} aren't finite; its weights are broken")
 
     def _append(self, row: Row, token: int, logprob: float, version: int) -> Finish | None:
         row.token_ids.append(token)

@@ -118,7 +118,9 @@ class CheckpointStore:
         error = ""
         if self.is_main:
             try:
-                _make_anew(aside)
+                faultpoint("checkpoint.write")
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
             except WRITE_FAILURES as failure:
                 error = text_of(failure)
                 shutil.rmtree(aside, ignore_errors=True)
@@ -223,12 +225,6 @@ def _refuse_newer(moved: Path, target: Path, token: int) -> None:
     if newer > token:
         os.rename(moved, target)
         raise FolderTaken(f"{target} was written by a newer job, with the token {newer}; this job has {token} and ends")
-
-
-def _make_anew(folder: Path) -> None:
-    faultpoint("checkpoint.write")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def text_of(failure: BaseException) -> str:

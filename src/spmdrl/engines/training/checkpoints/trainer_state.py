@@ -145,7 +145,9 @@ class ShardFiles:
             common = piece.intersect(wanted)
             if common is None:
                 continue
-            values = _read_piece(file, key, common.index_within(piece))
+            index = common.index_within(piece)
+            # Scalars have no slices.
+            values = file.get_slice(key)[index] if index else file.get_tensor(key)
             if out is None:
                 out = torch.empty(wanted.shape, dtype=values.dtype)
             out[common.index_within(wanted)] = values
@@ -160,8 +162,3 @@ class ShardFiles:
 
 def _key(kind: str, wanted: WeightSlice) -> str:
     return f"{kind}/{wanted.name}"
-
-
-def _read_piece(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
-    # Scalars have no slices.
-    return file.get_slice(key)[index] if index else file.get_tensor(key)
