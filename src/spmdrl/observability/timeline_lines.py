@@ -147,9 +147,10 @@ class LineReader:
         stage, start, micros = fields[0], number(fields[1]), number(fields[2])
         if not isinstance(stage, str) or start is None or micros is None:
             return None
+        listed = line.get("m")
         moved = tuple(
             Moved(one[0], one[1], seconds)
-            for one in _list(line.get("m"))
+            for one in (listed if isinstance(listed, list) else [])
             if isinstance(one, list) and len(one) == 3 and isinstance(one[0], str) and isinstance(one[1], int)
             and (seconds := number(one[2])) is not None and math.isfinite(seconds)
         )  # fmt: skip
@@ -169,10 +170,6 @@ class LineReader:
             self._known[place] = {owner: size for owner, size in now.items() if owner not in gone}
         held = HeldMemory(stage, self._known["d"], self._known["o"], self._known["p"], peak)
         return MemorySnapshot(self._rank, step, self._origin + time / MICRO, held)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _whole(value: object) -> int:

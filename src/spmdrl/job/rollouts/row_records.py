@@ -62,7 +62,9 @@ class RowRecords:
         for path in (folder / FOLDER).glob("rank_*.jsonl"):
             # A job of other ranks may have left more files than there are ranks now.
             if int(path.name.split(".")[0].removeprefix("rank_")) % world.size == world.rank:
-                _truncate(path, last_step)
+                writer = JsonlWriter(path)
+                writer.truncate_after(last_step)
+                writer.close()
         self._path = folder / FOLDER / f"rank_{world.rank:05d}.jsonl"
         self._writer = JsonlWriter(self._path)
 
@@ -115,12 +117,6 @@ class RowRecords:
         with best_effort("the older digests of rows"):
             os.replace(self._path, self._path.with_suffix(".older.jsonl"))
         self._writer = JsonlWriter(self._path)
-
-
-def _truncate(path: Path, last_step: int) -> None:
-    writer = JsonlWriter(path)
-    writer.truncate_after(last_step)
-    writer.close()
 
 
 class RowPlaces:

@@ -73,7 +73,9 @@ def color_class(index: int) -> str:
 
 def chart_svg(chart: Chart) -> Markup:
     """Draw axes and lines; data attributes let the script draw a range of steps."""
-    frame = _frame_of(chart)
+    xs = [x for series in chart.series for x, _ in series.points]
+    x_range = _widened(min(xs), max(xs), 0.5) if min(xs) == max(xs) else (min(xs), max(xs))
+    frame = Frame(x_range, _y_range(chart.series))
     marks = [f"M{frame.px(x):.2f} {TOP}V{HEIGHT - BOTTOM}" for x in chart.marks if frame.x[0] <= x <= frame.x[1]]
     lines = f'<path class="mark" d="{"".join(marks)}"/>' if marks else ""
     lines += "".join(_series_svg(series, frame) for series in chart.series)
@@ -135,12 +137,6 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def has_values(series: Series) -> bool:
     return any(math.isfinite(y) for _, y in series.points)
-
-
-def _frame_of(chart: Chart) -> Frame:
-    xs = [x for series in chart.series for x, _ in series.points]
-    x_range = _widened(min(xs), max(xs), 0.5) if min(xs) == max(xs) else (min(xs), max(xs))
-    return Frame(x_range, _y_range(chart.series))
 
 
 def _y_range(all_series: Iterable[Series]) -> tuple[float, float]:

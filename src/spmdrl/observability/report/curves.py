@@ -133,13 +133,9 @@ def _others(runs: Sequence[RunData]) -> list[str]:
 
 
 def _metric_chart(runs: Sequence[RunData], title: str, unit: str, metric: str) -> Chart:
-    series = _labelled(runs, metric)
+    series = [Series(run.name, run.points(metric), _band(run, metric), color=color) for color, run in enumerate(runs)]
     has_percentiles = metric == "reward" and any(one.band for one in series)
     return Chart(title, series, f"{unit}, 10th to 90th percentile" if has_percentiles else unit)
-
-
-def _labelled(runs: Sequence[RunData], metric: str) -> list[Series]:
-    return [Series(run.name, run.points(metric), _band(run, metric), color=color) for color, run in enumerate(runs)]
 
 
 def _named(run: RunData, metrics: Mapping[str, str]) -> list[Series]:

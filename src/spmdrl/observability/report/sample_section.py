@@ -31,7 +31,9 @@ _MOST_SHOWN = 40_000
 def sample_viewer(run_dir: Path) -> Parts:
     """Return the viewer of as many of a run's samples as fit."""
     places = _places(run_dir / SAMPLES_FILE)
-    chosen = _spread(places, MAX_BYTES)
+    size_of = {step: sum(min(length, _MOST_SHOWN) for _, length in lines) for step, lines in places.items()}
+    # Evenly spread steps, the last included, in the order of the file.
+    chosen = sorted(place for step in spread_steps(size_of, MAX_BYTES) for place in places[step])
     trained = fitting([_shown(record) for record in _read(run_dir / SAMPLES_FILE, chosen)], MAX_BYTES)
     held_out = _held_out(run_dir)
     if not trained and not held_out:
@@ -58,12 +60,6 @@ def _places(path: Path) -> dict[int, list[tuple[int, int]]]:
                     found.setdefault(int(digits), []).append((offset, len(line)))
                 offset += len(line)
     return found
-
-
-def _spread(places: Mapping[int, Sequence[tuple[int, int]]], max_bytes: int) -> list[tuple[int, int]]:
-    """Return the places of evenly spread steps, the last included, in the order of the file."""
-    size_of = {step: sum(min(length, _MOST_SHOWN) for _, length in lines) for step, lines in places.items()}
-    return sorted(place for step in spread_steps(size_of, max_bytes) for place in places[step])
 
 
 def spread_steps(size_of: Mapping[int, int], max_bytes: int) -> list[int]:

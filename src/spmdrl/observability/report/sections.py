@@ -44,12 +44,9 @@ def header(run: RunData) -> Header:
         "Checkpoint": _plain(run.summary.get("checkpoint")),
         "Best checkpoint": best_text(run.summary),
     }
-    newest = {str(alert.get("symptom")): _alert(alert) for alert in run.alerts}
+    shown = ("symptom", "step", "text", "rule", "page")
+    newest = {str(alert.get("symptom")): {name: str(alert.get(name, "")) for name in shown} for alert in run.alerts}
     return Header(run.name, verdict, tone, facts, list(newest.values()))
-
-
-def _alert(alert: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(alert.get(name, "")) for name in ("symptom", "step", "text", "rule", "page")}
 
 
 def _model(run: RunData) -> str:

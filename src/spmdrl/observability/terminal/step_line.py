@@ -83,19 +83,23 @@ def _parts(facts: StepFacts) -> dict[str, str]:
     """Return the text of each field, empty if the step lacks it."""
     metrics, step, last = facts.metrics, facts.step, facts.max_steps
     head = f"{facts.phase} step {step}".lstrip() + ("" if last is None else f"/{last}")
+    spread = f" +-{fixed(metrics['reward_std'], 2)}" if "reward_std" in metrics else ""
+    margin = _part(metrics, "preference/margin", " (margin {})", lambda value: fixed(value, 3))
+    explained = _part(metrics, "critic/explained_variance", " (explains {})", percent)
+    cut = _part(metrics, "completions/clipped_ratio", " (cut {})", percent)
     return {
         "step": head,
-        "seconds": _seconds_text(metrics),
-        "reward": _reward_part(metrics),
-        "pairs": _pairs_part(metrics),
+        "seconds": f"{metrics['time/step']:.{_decimals(metrics)}f}s" if "time/step" in metrics else "",
+        "reward": _part(metrics, "reward", "reward {}" + spread, lambda value: fixed(value, 3)),
+        "pairs": _part(metrics, "preference/accuracy", "pairs {} right" + margin, percent),
         "answer": _part(metrics, "answer_probability", "answer {}", percent),
         "loss": _part(metrics, "loss", "loss {}", lambda value: fixed(value, 3)),
-        "value": _value_part(metrics),
+        "value": _part(metrics, "critic/loss", "value loss {}" + explained, lambda value: fixed(value, 3)),
         "lr": _part(metrics, "lr", "lr {}", scientific),
         "gnorm": _part(metrics, "grad_norm", "gnorm {}", lambda value: fixed(value, 2)),
         "skipped": _skipped_part(metrics),
         "zero-adv": _part(metrics, "frac_advantage_zero", "zero-adv {}", percent),
-        "len": _length_part(metrics),
+        "len": _part(metrics, "completions/mean_length", "len {}" + cut, lambda value: fixed(value, 0)),
         "turns": _part(metrics, "environment/turns", "turns {}", lambda value: fixed(value, 1)),
         "kl": _part(metrics, "kl", "kl {}", lambda value: fixed(value, 3)),
         "ent": _part(metrics, "entropy", "ent {}", lambda value: fixed(value, 2)),
@@ -117,10 +121,6 @@ def _decimals(metrics: Mapping[str, float]) -> int:
     return 0 if longest >= 100 else 1 if longest >= 1 else 2
 
 
-def _seconds_text(metrics: Mapping[str, float]) -> str:
-    return f"{metrics['time/step']:.{_decimals(metrics)}f}s" if "time/step" in metrics else ""
-
-
 def _timings(metrics: Mapping[str, float]) -> dict[str, str | None]:
     """Return seconds by a stage's short name; None if the step lacks it."""
     # A deeper name, such as time/update/forward, is part of its stage's seconds.
@@ -134,31 +134,11 @@ def _timings(metrics: Mapping[str, float]) -> dict[str, str | None]:
     return {name: None if value is None else f"{value:.{decimals}f}" for name, value in seconds.items()}
 
 
-def _reward_part(metrics: Mapping[str, float]) -> str:
-    spread = f" +-{fixed(metrics['reward_std'], 2)}" if "reward_std" in metrics else ""
-    return _part(metrics, "reward", "reward {}" + spread, lambda value: fixed(value, 3))
-
-
-def _pairs_part(metrics: Mapping[str, float]) -> str:
-    margin = _part(metrics, "preference/margin", " (margin {})", lambda value: fixed(value, 3))
-    return _part(metrics, "preference/accuracy", "pairs {} right" + margin, percent)
-
-
-def _value_part(metrics: Mapping[str, float]) -> str:
-    explained = _part(metrics, "critic/explained_variance", " (explains {})", percent)
-    return _part(metrics, "critic/loss", "value loss {}" + explained, lambda value: fixed(value, 3))
-
-
 def _skipped_part(metrics: Mapping[str, float]) -> str:
     """Update of the run so far that changed nothing, of all."""
     if "health/updates" not in metrics:
         return ""
     return f"skipped {metrics.get('health/updates_skipped', 0.0):.0f}/{metrics['health/updates']:.0f}"
-
-
-def _length_part(metrics: Mapping[str, float]) -> str:
-    cut = _part(metrics, "completions/clipped_ratio", " (cut {})", percent)
-    return _part(metrics, "completions/mean_length", "len {}" + cut, lambda value: fixed(value, 0))
 
 
 def _memory_part(metrics: Mapping[str, float]) -> str:
