@@ -164,11 +164,13 @@ def _join_store(gate: Gate, launch: LaunchEnvironment, timeout: timedelta, path:
     board = _launchers_store(launch, timeout) if _launcher_has_store() else None
     deadline = time.monotonic() + timeout.total_seconds()
     doubted_since: float | None = None
+    # Rank 0's gate without a launcher's store; loopback on one node.
+    at_masters_port = Address(LOOPBACK if launch.num_nodes == 1 else launch.master_addr, launch.master_port)
     while True:
         if board is not None and board.check([_TRUSTED_KEY]):
             raise StartRefused(_disagreement(launch.rank, trusted=False))
         problem = "it hasn't written where it listens"
-        address = _announced(board) if board else _at_masters_port(launch)
+        address = _announced(board) if board else at_masters_port
         if address is not None:
             target = Target(address, 0, STORE)
             try:
@@ -205,11 +207,6 @@ def _other_secret(rank: int, address: Address, path: Path) -> str:
         "has another one, or another resources.trusted_network; all ranks must read the same file: give them the same "
         f"run.dir on a file system that they share, or {VARIABLE}=/path/to/file"
     )
-
-
-def _at_masters_port(launch: LaunchEnvironment) -> Address:
-    """Return the address of rank 0's gate without a launcher's store; loopback on one node."""
-    return Address(LOOPBACK if launch.num_nodes == 1 else launch.master_addr, launch.master_port)
 
 
 def _announced(board: dist.Store) -> Address | None:

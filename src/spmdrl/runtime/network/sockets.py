@@ -155,7 +155,8 @@ def _plain(name: tuple[Any, ...]) -> tuple[str, int]:
 
 def _own_sockets() -> Iterator[socket.socket]:
     """Yield duplicates of this process's TCP sockets, each closed when the next one is taken."""
-    for name in os.listdir(_descriptors()):
+    linux = Path("/proc/self/fd")
+    for name in os.listdir(linux if linux.exists() else "/dev/fd"):
         with contextlib.suppress(OSError):
             duplicate = os.dup(int(name))
             try:
@@ -166,8 +167,3 @@ def _own_sockets() -> Iterator[socket.socket]:
             with found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     yield found
-
-
-def _descriptors() -> Path:
-    linux = Path("/proc/self/fd")
-    return linux if linux.exists() else Path("/dev/fd")

@@ -110,12 +110,8 @@ def _store_answers(environ: Mapping[str, str]) -> bool:
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    while (pid := _parent(pid)) > 0:
+    while (pid := int(_status(pid)[1])) > 0:
         yield pid
-
-
-def _parent(pid: int) -> int:
-    return int(_status(pid)[1])
 
 
 def process_state(pid: int) -> str:

@@ -39,7 +39,8 @@ def state_of_this(rank: int, idle_seconds: float, host: str = "", rank_set: int 
     stack = list(_main_frames())
     collective = _collective_of(stack)
     counts = [f"{count} {what}" for what, count in sorted(activity.counts.copy().items())]
-    doing = [f"at {_place_of(stack)}", *_what_is_open(), *counts]
+    described = [describe() for describe in (activity.calls, activity.rows) if describe is not None]
+    doing = [f"at {_place_of(stack)}", *filter(None, described), *counts]
     is_long = activity.stage in _LONG_STAGES or not activity.is_warm
     return RankState(
         rank, activity.stage, activity.step, activity.num_boundaries, idle_seconds, collective, ", ".join(doing),
@@ -117,11 +118,6 @@ def _place_of(stack: Sequence[FrameType]) -> str:
     path = Path(callers[0].f_code.co_filename)
     shown = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path
     return f"{shown}:{callers[0].f_lineno}"
-
-
-def _what_is_open() -> list[str]:
-    named = [describe() for describe in (activity.calls, activity.rows) if describe is not None]
-    return [text for text in named if text]
 
 
 @dataclass

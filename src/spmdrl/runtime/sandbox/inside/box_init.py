@@ -76,16 +76,12 @@ def _start(run: Callable[[str], int], text: int, descriptors: Sequence[int], lim
         return pid
     status = program.FAILED
     try:
-        source = _content(text).decode()
+        source = os.pread(text, os.fstat(text).st_size, 0).decode()
         _keep_only(descriptors)
         _confine(limits)
         status = run(source)
     finally:
         os._exit(status)
-
-
-def _content(descriptor: int) -> bytes:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:
