@@ -24,15 +24,11 @@ def facts_of(device: Device) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": device.kind, "name": platform.processor() or platform.machine(), "count": 1}
     memory = device.memory_bytes()
     if memory is not None:
-        facts["name"] = _name_of(device)
+        namer = getattr(device.module, "get_device_name", None)
+        facts["name"] = namer(device.index) if namer is not None else device.kind
         facts["count"] = torch.accelerator.device_count()
         facts["memory_gib"] = round(memory[1] / 2**30, 1)
     return facts | {"python": platform.python_version(), "host": platform.node(), **_versions()}
-
-
-def _name_of(device: Device) -> str:
-    namer = getattr(device.module, "get_device_name", None)
-    return namer(device.index) if namer is not None else device.kind
 
 
 def _versions() -> dict[str, str]:

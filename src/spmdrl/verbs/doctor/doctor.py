@@ -168,7 +168,8 @@ def run_stages(stages: Sequence[Stage], check: Check) -> CheckReport:
         if verdict is None:
             show(f"{stage.name} ...", stream=sys.stderr)
             verdict = _run_stage(stage, check)
-            _keep(verdict, stage, check)
+            content = {"conditions": check.conditions(stage), "verdict": asdict(verdict)}
+            (check.folder / f"{verdict.stage}.json").write_text(json.dumps(content, indent=1) + "\n")
             how = verdict.verdict + (f": {verdict.reason}" if verdict.reason else "")
         show(f"{stage.name}: {how}", stream=sys.stderr)
         verdicts.append(verdict)
@@ -223,11 +224,6 @@ def _passed_before(stage: Stage, check: Check) -> StageVerdict | None:
     if kept["conditions"] != check.conditions(stage) or kept["verdict"]["verdict"] != "passed":
         return None
     return StageVerdict(**kept["verdict"])
-
-
-def _keep(verdict: StageVerdict, stage: Stage, check: Check) -> None:
-    content = {"conditions": check.conditions(stage), "verdict": asdict(verdict)}
-    (check.folder / f"{verdict.stage}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _facts(wanted: str) -> dict[str, Any]:

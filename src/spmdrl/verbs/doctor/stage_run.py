@@ -105,7 +105,9 @@ class CheckReport:
         lines = [", ".join(f"{name} {value}" for name, value in self.device.items()), ""]
         lines += ["| stage | verdict | figures | remark |", "| -- | -- | -- | -- |"]
         for stage in self.stages:
-            cells = (stage.stage, stage.verdict, _figures(stage.figures), stage.reason)
+            # Mappings are for the JSON only.
+            figures = [f"{name} {_shown(one)}" for name, one in stage.figures.items() if not isinstance(one, Mapping)]
+            cells = (stage.stage, stage.verdict, ", ".join(figures), stage.reason)
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         return "\n".join([*lines, "", *self.notes]) + "\n"
 
@@ -141,11 +143,6 @@ def _joined(ranks: Sequence[RankOutcome]) -> dict[str, Any]:
         if _RATES.search(name)
     }
     return {**ranks[0].figures, **slowest}
-
-
-def _figures(figures: Mapping[str, Any]) -> str:
-    """Return numbers and texts; mappings are for the JSON only."""
-    return ", ".join(f"{name} {_shown(value)}" for name, value in figures.items() if not isinstance(value, Mapping))
 
 
 def _shown(value: object) -> str:
