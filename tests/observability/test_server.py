@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -180,6 +181,30 @@ def test_runs_below_a_folder_are_found_with_their_warm_start_and_new_ones_appear
     one, two = RunIndex([tmp_path / "single"]), RunIndex([tmp_path / "sweep", tmp_path / "single"])
     assert [row["key"] for row in one.rows()["rows"]] == ["single"]
     assert [row["key"] for row in two.rows()["rows"]] == ["sweep/lr1", "sweep/lr1/warm_start", "single"]
+
+
+def test_runs_of_one_name_are_told_apart_by_as_much_of_their_path_as_that_takes(tmp_path: Path):
+    names = ("a/runs/x", "b/runs/x", "c/a/runs/x")
+    for loss, name in enumerate(names):
+        log = MetricsLog(tmp_path / name, ["jsonl"])
+        log.write(1, {"loss": float(loss)})
+        log.close()
+
+    def losses(*folders: str) -> dict[str, float]:
+        index = RunIndex([tmp_path / folder for folder in folders])
+        found = [{row["key"]: row["last"] for row in index.rows()["rows"]} for _ in range(2)]
+        assert found[0] == found[1] and all(index.folder_of(key) for key in found[0])
+        return found[0]
+
+    assert losses("a/runs", "b/runs", "a/../b/runs") == {"a/runs/x": 0.0, "b/runs/x": 1.0}
+    assert losses(*names[:2]) == {"a/runs/x": 0.0, "b/runs/x": 1.0}
+    assert losses("a/runs", "b/runs/x") == {"runs/x": 0.0, "x": 1.0}
+    # Named by c/a's last part alone, the run below it would be a/runs/x too.
+    below = f"{tmp_path.name}/c/a/runs/x"
+    assert losses("a/runs/x", "b/runs/x", "c/a") == {"a/runs/x": 0.0, "b/runs/x": 1.0, below: 2.0}
+    pages = Pages([tmp_path / name for name in names[:2]], _contents)
+    for row in got(pages, "runs.json")["rows"]:
+        assert "<h1" in got(pages, f"run/{quote(row['key'], safe='')}/")
 
 
 def test_the_state_is_what_the_folder_says(tmp_path: Path):

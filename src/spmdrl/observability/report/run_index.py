@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,10 @@ class RunIndex:
     """The runs in some folders, or in folders below them; a new run appears by itself."""
 
     def __init__(self, folders: Sequence[Path]):
-        self._folders = [folder.resolve() for folder in folders]
+        tops = {folder.resolve(): None for folder in folders}
+        # As many last parts of each path as tell all of them apart, so that no two runs have one key.
+        num_parts = next(n for n in itertools.count(1) if len({top.parts[-n:] for top in tops}) == len(tops))
+        self._tops = {top: Path(*top.parts[-num_parts:]) for top in tops}
         self._rows: dict[str, _Row] = {}
 
     def folder_of(self, key: str) -> Path | None:
@@ -44,7 +48,7 @@ class RunIndex:
 
     def rows(self) -> dict[str, Any]:
         """Return all rows, and the settings in which they differ."""
-        found = {key: folder for top in self._folders for key, folder in _runs_below(top, self._folders)}
+        found = {self._key(top, folder): folder for top in self._tops for folder in _runs_below(top)}
         self._rows = {key: self._rows.get(key) or _Row(folder) for key, folder in found.items()}
         rows = [{"key": key} | row.cells() for key, row in self._rows.items()]
         settings = differing([row.settings.value for row in self._rows.values()])
@@ -53,16 +57,19 @@ class RunIndex:
             row_cells["settings"] = [settings[name][at] for name in names]
         return {"rows": rows, "settings": names, "now": time.time()}
 
+    def _key(self, top: Path, folder: Path) -> str:
+        below = folder.relative_to(top)
+        return str(below if len(self._tops) == 1 and folder != top else self._tops[top] / below)
 
-def _runs_below(top: Path, tops: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield key and folder of the runs in a folder; links aren't followed, so that all of them are below it."""
+
+def _runs_below(top: Path) -> Iterator[Path]:
+    """Yield the runs in a folder; links aren't followed, so that all of them are below it."""
     todo = [(top, 0)]
     while todo:
         folder, depth = todo.pop(0)
         found = is_run(folder)
         if found:
-            name = str(folder.relative_to(top)) if folder != top else folder.name
-            yield (name if len(tops) == 1 or folder == top else f"{top.name}/{name}"), folder
+            yield folder
         with os.scandir(folder) as entries:
             below = sorted(
                 entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."
