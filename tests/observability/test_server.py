@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,9 +19,10 @@ from urllib.parse import quote
 import pytest
 
 from spmdrl.observability.log import MetricsLog
+from spmdrl.observability.report import run_index
 from spmdrl.observability.report.page import Header, Section
 from spmdrl.observability.report.report import _contents, main
-from spmdrl.observability.report.run_files import read_run
+from spmdrl.observability.report.run_files import is_run, read_run
 from spmdrl.observability.report.run_index import MOST_POINTS, Curve, RunIndex
 from spmdrl.observability.report.server import HOST, Pages, ReportServer
 from spmdrl.runtime.supervision.holder import held
@@ -181,6 +183,30 @@ def test_runs_below_a_folder_are_found_with_their_warm_start_and_new_ones_appear
     one, two = RunIndex([tmp_path / "single"]), RunIndex([tmp_path / "sweep", tmp_path / "single"])
     assert [row["key"] for row in one.rows()["rows"]] == ["single"]
     assert [row["key"] for row in two.rows()["rows"]] == ["sweep/lr1", "sweep/lr1/warm_start", "single"]
+
+
+def test_what_is_gone_meanwhile_or_cant_be_read_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("forbidden", "gone", "gone_later", "last"):
+        log = MetricsLog(tmp_path / name, ["jsonl"])
+        log.write(1, {"loss": 2.0})
+        log.close()
+    index = RunIndex([tmp_path])
+    assert len(index.rows()["rows"]) == 4
+
+    def is_run_meanwhile(folder: Path) -> bool:
+        if folder.name == "forbidden":
+            raise PermissionError(folder)
+        found = is_run(folder)
+        if folder.name == "gone":
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(run_index, "is_run", is_run_meanwhile)
+    (tmp_path / "gone_later" / "metrics.jsonl").unlink()
+    (tmp_path / "gone_later" / "metrics.jsonl").mkdir()
+    assert [row["key"] for row in index.rows()["rows"]] == ["last"] and index.folder_of("gone_later") is None
+    shutil.rmtree(tmp_path)
+    assert index.rows()["rows"] == []
 
 
 def test_runs_of_one_name_are_told_apart_by_as_much_of_their_path_as_that_takes(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -49,9 +50,15 @@ class RunIndex:
     def rows(self) -> dict[str, Any]:
         """Return all rows, and the settings in which they differ."""
         found = {self._key(top, folder): folder for top in self._tops for folder in _runs_below(top)}
-        self._rows = {key: self._rows.get(key) or _Row(folder) for key, folder in found.items()}
-        rows = [{"key": key} | row.cells() for key, row in self._rows.items()]
-        settings = differing([row.settings.value for row in self._rows.values()])
+        known, self._rows = self._rows, {}
+        rows: list[dict[str, Any]] = []
+        for key, folder in found.items():
+            row = known.get(key) or _Row(folder)
+            # It may be gone since, or not be this user's to read.
+            with contextlib.suppress(OSError):
+                rows.append({"key": key, "settings": row.settings.value} | row.cells())
+                self._rows[key] = row
+        settings = differing([row["settings"] for row in rows])
         names = [name for name in settings if not name.startswith(("run.", "resume"))]
         for at, row_cells in enumerate(rows):
             row_cells["settings"] = [settings[name][at] for name in names]
@@ -67,13 +74,15 @@ def _runs_below(top: Path) -> Iterator[Path]:
     todo = [(top, 0)]
     while todo:
         folder, depth = todo.pop(0)
-        found = is_run(folder)
+        try:
+            found = is_run(folder)
+            with os.scandir(folder) as entries:
+                below = sorted(one.name for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != ".")
+        except OSError:
+            # It may be gone since, or not be this user's to read.
+            continue
         if found:
             yield folder
-        with os.scandir(folder) as entries:
-            below = sorted(
-                entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."
-            )
         # Of a run's own folders only the warm start is a run.
         todo += [
             (folder / name, depth + 1) for name in below if depth < _DEEPEST and (not found or name == "warm_start")
