@@ -169,6 +169,16 @@ def test_a_page_is_drawn_by_a_process_that_takes_the_runs_records_with_it(tmp_pa
         got(pages[1], "run/a/parts.json?known=0")
 
 
+def test_a_page_that_wasnt_drawn_is_drawn_for_the_next_who_asks(tmp_path: Path):
+    write_run(tmp_path / "a", num_steps=2, num_ranks=1)
+    pages = Pages([tmp_path / "a"], lost_contents)
+    for path in ("run/a/", "run/a/parts.json?known=0"):
+        with pytest.raises(RuntimeError, match="its process ended with 9"):
+            got(pages, path)
+    pages._live["a"]._contents = _contents
+    assert '<section id="curves">' in got(pages, "run/a/")
+
+
 def test_runs_below_a_folder_are_found_with_their_warm_start_and_new_ones_appear(tmp_path: Path):
     index = RunIndex([tmp_path])
     assert index.rows()["rows"] == []

@@ -73,8 +73,8 @@ class LiveRun:
         started = time.monotonic()
         if signature == self._signature or started < self._wait_until:
             return
-        self._signature, self._version = signature, self._version + 1
         header, sections = self._drawn()
+        self._signature, self._version = signature, self._version + 1
         if header != self._header:
             self._header, self._header_version = header, self._version
         for section in sections:
