@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,45 @@ def test_the_script_of_twelve_lines_runs(tmp_path: Path) -> None:
     assert float(done.stdout.splitlines()[-1].split()[0]) >= 0
     # Beside it lies Python's own __pycache__, unless the environment forbids that.
     [copy] = (tmp_path / "cache" / "spmdrl" / "functions").glob("*.py")
-    assert copy.read_text().startswith("def score(") and copy.parent.stat().st_mode & 0o077 == 0
+    assert "\n\n\ndef score(" in copy.read_text() and copy.parent.stat().st_mode & 0o077 == 0
+
+
+TYPED = """
+import re
+from typing import List
+from spmdrl.library import _spec
+
+SCALE = 2.0
+def marked(function):
+    return function
+
+def by_default(completions, scale=SCALE):
+    return [scale for _ in completions]
+@marked
+def decorated(completions):
+    return [1.0 for _ in completions]
+def by_a_loop(completions):
+    return [float(bool(re.search("1", text))) for text in completions]
+def score(completions: List[str], unused: re.Pattern = None) -> List[float]:
+    import math
+    return [math.fsum(len(part) for part in text.split()) for text in completions]
+
+for one in (by_default, decorated, by_a_loop, score):
+    try:
+        print(_spec(one))
+    except ValueError as error:
+        print(str(error).partition(" from ")[0])
+"""
+
+
+def test_a_typed_function_is_copied_only_if_the_copy_has_all_that_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(TYPED)
+    done = run_python("typed.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *refused, spec = done.stdout.splitlines()
+    assert refused == ["by_default uses SCALE", "decorated uses marked", "by_a_loop uses re"]
+    path, _, name = spec.rpartition(":")
+    assert runpy.run_path(path)[name](["a bc", ""]) == [3.0, 0.0]
 
 
 @pytest.mark.slow

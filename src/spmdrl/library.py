@@ -6,6 +6,8 @@ one rank, or a launcher's ranks if it started the script. Wrong input is a Value
 
 from __future__ import annotations
 
+import builtins
+import dis
 import inspect
 import os
 import sys
@@ -16,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeAlias
 
 from spmdrl.config.config import Config, load_config
@@ -162,8 +165,9 @@ def _spec(function: Callable[..., Any]) -> str:
         raise ValueError(f"{name} has no name of its own to import it by; define it by def, at the top of a module")
     if module != "__main__":
         return f"{module}:{name}"
-    text = textwrap.dedent(inspect.getsource(function))
-    if used := sorted(inspect.getclosurevars(function).globals):
+    # Types of parameters, which nothing reads, need no import.
+    text = "from __future__ import annotations\n\n\n" + textwrap.dedent(inspect.getsource(function))
+    if used := sorted(_names_from_outside(text)):
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is not None and "__main__" in Path(file).read_text(encoding="utf-8"):
             return f"{Path(file).absolute()}:{name}"
@@ -177,6 +181,17 @@ def _spec(function: Callable[..., Any]) -> str:
     path = cache / f"{name}_{sha256(text.encode()).hexdigest()[:16]}.py"
     write_atomic(path, text)
     return f"{path}:{name}"
+
+
+def _names_from_outside(text: str) -> set[str]:
+    """Return the names that a module's text reads, in its functions too, and neither it nor Python defines."""
+    codes = [compile(text, "<text>", "exec")]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    steps = [step for code in codes for step in dis.get_instructions(code)]
+    read = {step.argval for step in steps if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
+    written = {step.argval for step in steps if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return {name for name in read - written if not hasattr(builtins, name) and not name.startswith("__")}
 
 
 @contextmanager
