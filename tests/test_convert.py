@@ -77,6 +77,8 @@ def test_what_is_written_is_read_by_its_verb(path: Path, tmp_path: Path, capsys:
     assert written["model.path"]
     assert main(["convert", str(path), "--to", str(tmp_path / "run.yaml")]) == 2
     assert "exists; move it away" in capsys.readouterr().err
+    assert main(["convert", str(path), "--to", str(tmp_path / "missing" / "run.yaml")]) == 2
+    assert "run.yaml isn't written: No such file or directory; write elsewhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ def test_a_folder_is_made_and_a_name_is_needed(tmp_path: Path, capsys: pytest.Ca
     assert all(name in shown for name in ["quickstart", "smollm2", "gsm8k", "dpo", "environment"])
     assert main(["init", "quikstart"]) == 2
     assert "did you mean quickstart?" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        assert main(["init", "quickstart", "--to", str(tmp_path / place)]) == 2
+        shown = capsys.readouterr().err
+        assert f"{tmp_path / place} takes no files: " in shown and "write elsewhere by --to FOLDER" in shown
 
 
 def test_quickstart_trains_anywhere(

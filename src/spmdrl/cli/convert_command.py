@@ -36,8 +36,6 @@ def main(arguments: Sequence[str]) -> int:
     if len(files) != (0 if words else 1) or any(file.startswith("-") for file in files):
         raise ConfigError("convert takes one file, as in spmdrl convert grpo.yaml, or a command line after --")
     to = Path(texts.get("--to", "run.yaml"))
-    if to.exists():
-        raise ConfigError(f"{to} exists; move it away, or write elsewhere by --to FILE")
     written, names = _read(files, words)
     trainer = texts.get("--from") or trainer_of([name for name, _ in written], names)
     if trainer is None or trainer not in MARKS:
@@ -50,7 +48,12 @@ def main(arguments: Sequence[str]) -> int:
     done = translate(Config, written, trainer, verb, num_ranks)
     command = " ".join([*files, *words])
     head = f"# Converted from {trainer}'s settings ({shortened(command)}), for `spmdrl {verb}` on {num_ranks} ranks.\n"
-    to.write_text(head + done.text(), encoding="utf-8")
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(head + done.text())
+    except OSError as error:
+        why = "exists; move it away, or" if isinstance(error, FileExistsError) else f"isn't written: {error.strerror};"
+        raise ConfigError(f"{to} {why} write elsewhere by --to FILE") from error
     _show(done, trainer, verb, num_ranks)
     _show_what_is_left(to, verb)
     return 0

@@ -62,11 +62,14 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(texts.get("--to", "."))
     _, command, files = STARTS[names[0]]
     written = {folder / target: _local_text(FOLDER / source, files) for source, (_, target) in files.items()}
-    if there := [str(path) for path in written if path.exists()]:
-        raise ConfigError(f"{there[0]} exists; move it away, or write elsewhere by --to FOLDER")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in written.items():
-        path.write_text(text, encoding="utf-8")
+    try:
+        if there := [path for path in written if path.exists()]:
+            raise ConfigError(f"{there[0]} exists; move it away, or write elsewhere by --to FOLDER")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in written.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} takes no files: {error.strerror}; write elsewhere by --to FOLDER") from error
     show(f"wrote {', '.join(map(str, written))}")
     show(f"next: {f'cd {folder} && ' if '--to' in texts else ''}{command}")
     return 0
