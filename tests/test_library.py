@@ -7,12 +7,17 @@ import os
 import runpy
 import subprocess
 import sys
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import spmdrl
 from spmdrl.config.reader import ConfigError
+from spmdrl.library import _words
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -35,6 +40,16 @@ def environment_in(folder: Path) -> dict[str, str]:
     """An environment in which copies of functions stay below the folder."""
     cache = {"XDG_CACHE_HOME": str(folder / "cache")}
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **cache}
+
+
+class Scale:
+    """A callable object whose text could be a name."""
+
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+    def __repr__(self) -> str:
+        return "Scale(0)"
 
 
 def longer(completions, **columns):
@@ -67,8 +82,25 @@ def test_wrong_input_is_a_value_error_with_all_faults(tmp_path: Path) -> None:
         spmdrl.read_run(tmp_path)
     with pytest.raises(ValueError, match="has no name of its own"):
         spmdrl.train(FEW, reward={"functions": [lambda completion, **columns: 0.0]})
+    for unnamed in (Scale(), partial(longer, limit=2)):
+        with pytest.raises(ValueError, match="(Scale|longer).* has no name of its own"):
+            spmdrl.train(FEW, reward={"functions": [unnamed]})
+    with pytest.raises(ValueError, match=r"optim.lr is Decimal\('1'\), but must be text, a number"):
+        spmdrl.train(FEW, optim={"lr": Decimal(1)})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         spmdrl.trian  # noqa: B018
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    given = {"lr": np.float64(1e-6), "betas": (np.float32(0.5), torch.tensor(0.25)), "rows": [{"n": np.int64(3)}]}
+    words = list(_words({"optim": given, "weights": np.array([1, 2]), "eval": {}}))
+    assert words == ["optim.lr=1.0e-06", "optim.betas=[0.5, 0.25]", "optim.rows=[{n: 3}]", "weights=[1, 2]", "eval={}"]
+
+
+def test_a_function_without_a_text_is_refused(tmp_path: Path) -> None:
+    code = "import spmdrl\ndef score(completions): return []\nspmdrl.train(reward={'functions': [score]})"
+    done = run_python("-c", code, folder=tmp_path)
+    assert "ValueError: score can't be copied (" in done.stderr and "rewards.py:score" in done.stderr
 
 
 def test_import_takes_no_torch_and_little_time(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, TypeAlias
 
+import yaml
+
 from spmdrl.config.config import Config, load_config
-from spmdrl.config.given import inline
+from spmdrl.config.given import inline, shortened
 from spmdrl.config.reader import LoadedConfig
 from spmdrl.observability.jsonl import read_jsonl, write_atomic
 from spmdrl.observability.summary import read_summary
@@ -59,9 +61,7 @@ class RunRecord:
         """Folder of the newest model, which transformers opens too."""
         found = sorted(self.folder.glob("checkpoints/step_*/model"))
         if not found:
-            raise ValueError(
-                f"{self.folder} has no checkpoint yet; one is saved at the end, or every checkpoint.interval"
-            )
+            raise ValueError(f"{self.folder} has no checkpoint; one is saved at the end, or every checkpoint.interval")
         return found[-1]
 
 
@@ -132,11 +132,9 @@ class Policy:
 
 def _loaded(verb: str, config: Settings, settings: Mapping[str, Any]) -> LoadedConfig[Config]:
     """Load a configuration from files and mappings, the later of which win."""
-    files = (
-        [] if config is None or isinstance(config, Mapping) else [config] if isinstance(config, str | Path) else config
-    )
-    words = [word for given in (config if isinstance(config, Mapping) else {}, settings) for word in _words(given)]
-    return load_config([Path(file) for file in files], words, verb)
+    several = [config] if isinstance(config, str | Path | Mapping) else config or []
+    words = [word for given in (*several, settings) if isinstance(given, Mapping) for word in _words(given)]
+    return load_config([Path(file) for file in several if not isinstance(file, Mapping)], words, verb)
 
 
 def _words(given: Mapping[str, Any], section: str = "") -> Iterator[str]:
@@ -146,28 +144,43 @@ def _words(given: Mapping[str, Any], section: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and value:
             yield from _words(value, key)
         else:
-            yield f"{key}={inline(_written(value))}"
+            try:
+                word = inline(_written(value))
+            except yaml.YAMLError:
+                must = "text, a number, a function, or a list or mapping of these"
+                raise ValueError(f"{key} is {shortened(repr(value))}, but must be {must}") from None
+            yield f"{key}={word}"
 
 
 def _written(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_written(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _written(item) for name, item in value.items()}
+    # Scalars and arrays of numpy and torch.
+    value = value.tolist() if hasattr(value, "tolist") else value
     return str(value) if isinstance(value, Path) else _spec(value) if callable(value) else value
 
 
 def _spec(function: Callable[..., Any]) -> str:
     """Return MODULE:NAME of a function, whose own process imports it; one typed in a notebook is written to a file.
 
-    Raises ValueError for a function without a name of its own, or that needs more than its own text.
+    Raises ValueError for one without a name or text of its own, or that needs more than its text.
     """
-    name, module = function.__qualname__, function.__module__
-    if "<" in name or "." in name:
+    name, module = getattr(function, "__qualname__", repr(function)), function.__module__
+    if not name.isidentifier():
         raise ValueError(f"{name} has no name of its own to import it by; define it by def, at the top of a module")
     if module != "__main__":
         return f"{module}:{name}"
     # Types of parameters, which nothing reads, need no import.
-    text = "from __future__ import annotations\n\n\n" + textwrap.dedent(inspect.getsource(function))
-    if used := sorted(_names_from_outside(text)):
+    text = "from __future__ import annotations\n\n\n"
+    try:
+        text += textwrap.dedent(inspect.getsource(function))
+        used = sorted(_names_from_outside(text))
+    except (OSError, TypeError, SyntaxError) as error:
+        way_out = "put it into a file, and name that, as in rewards.py:score"
+        raise ValueError(f"{name} can't be copied ({error}); {way_out}") from error
+    if used:
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is not None and "__main__" in Path(file).read_text(encoding="utf-8"):
             return f"{Path(file).absolute()}:{name}"

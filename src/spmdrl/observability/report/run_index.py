@@ -84,9 +84,8 @@ def _runs_below(top: Path) -> Iterator[Path]:
         if found:
             yield folder
         # Of a run's own folders only the warm start is a run.
-        todo += [
-            (folder / name, depth + 1) for name in below if depth < _DEEPEST and (not found or name == "warm_start")
-        ]
+        if depth < _DEEPEST:
+            todo += [(folder / name, depth + 1) for name in below if not found or name == "warm_start"]
 
 
 class _Row:
@@ -101,10 +100,8 @@ class _Row:
 
     def cells(self) -> dict[str, Any]:
         curve, alerts, summary = self._curve.read(), self._alerts.value, self._summary.value
-        files = (METRICS_FILE, SUMMARY_FILE, ALERTS_FILE)
-        changed = max(
-            signature_of(path)[2] for path in (*map(self.folder.joinpath, files), timeline_file(self.folder, 0))
-        )
+        files = [self.folder / name for name in (METRICS_FILE, SUMMARY_FILE, ALERTS_FILE)]
+        changed = max(signature_of(path)[2] for path in (*files, timeline_file(self.folder, 0)))
         state = state_of(self.folder, summary, changed / 1e9, curve.seconds)
         return {
             "state": state, "verdict": str(summary.get("verdict") or ""), "step": curve.step,
