@@ -34,7 +34,12 @@ def main(arguments: Sequence[str]) -> int:
         if name not in _CONFIGS:
             raise ConfigError(f"{unknown('there is no algorithm', name, _CONFIGS)}; spmdrl help KEY explains a key")
     if "--json" in arguments:
-        show(json.dumps({"algorithms": [_entry(name) for name in names or _CONFIGS]}, indent=1))
+        chosen = {name: _CONFIGS[name] for name in names or _CONFIGS}
+        entries = [
+            {"name": name, "paper": f"arXiv:{paper_of(config)}", "keys": _defaults(config)}
+            for name, config in chosen.items()
+        ]
+        show(json.dumps({"algorithms": entries}, indent=1))
     else:
         show("\n\n".join("\n".join(_page(name)) for name in names) if names else "\n".join(_list()))
     return 0
@@ -52,10 +57,6 @@ def comparisons() -> Mapping[str, Any]:
     comparison."""
     found: Mapping[str, Any] = json.loads((files("spmdrl.algorithms") / "comparisons.json").read_text())
     return found
-
-
-def _entry(name: str) -> dict[str, Any]:
-    return {"name": name, "paper": f"arXiv:{paper_of(_CONFIGS[name])}", "keys": _defaults(_CONFIGS[name])}
 
 
 def _defaults(config: type[AlgoConfig]) -> dict[str, Any]:

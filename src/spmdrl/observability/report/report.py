@@ -51,7 +51,7 @@ def write_report(
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
     path = Path(out) if out is not None else Path(run_dir) / (COMPARISON_FILE if others else REPORT_FILE)
-    write_atomic(path, _page(runs, more))
+    write_atomic(path, page_html(header(runs[0]), _sections(runs, more)))
     return path
 
 
@@ -127,10 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write the timeline as a Perfetto trace")
     return parser
-
-
-def _page(runs: Sequence[RunData], more: Sequence[Section]) -> str:
-    return page_html(header(runs[0]), _sections(runs, more))
 
 
 def _contents(run_dir: Path) -> tuple[Header, Iterator[Section]]:

@@ -34,7 +34,8 @@ def check_context_parallel(
         return
     for mixer in {mixer for mixer in config.mixers if not mixer.state(1).kind.is_slot}:
         num_heads, num_kv_heads = mixer.num_heads // tensor, max(1, mixer.num_kv_heads // tensor)
-        fitting = [degree for degree in range(1, num_heads + 1) if _heads_fit(num_heads, num_kv_heads, degree)]
+        degrees = (degree for degree in range(1, num_heads + 1) if num_heads % degree == 0)
+        fitting = [degree for degree in degrees if num_kv_heads % degree == 0 or degree % num_kv_heads == 0]
         if context not in fitting:
             raise ValueError(
                 f"{key}.context {context} with {key}.context_kind ulysses deals out heads, but each "
@@ -42,10 +43,6 @@ def check_context_parallel(
                 f"{num_kv_heads} key and value heads; context must divide the first, and the second must be a multiple "
                 f"or a divisor of it: set {key}.context to one of {fitting}, or context_kind to ring"
             )
-
-
-def _heads_fit(num_heads: int, num_kv_heads: int, context: int) -> bool:
-    return num_heads % context == 0 and (num_kv_heads % context == 0 or context % num_kv_heads == 0)
 
 
 def share_of(micro: MicroBatch, rated_R: Tensor, placement: Placement) -> MicroBatch:
