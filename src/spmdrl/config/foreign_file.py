@@ -15,6 +15,9 @@ from spmdrl.config.sources import read_file, read_value
 
 _REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)=(\S.*)?$")
+_ARRAY = re.compile(r"^(?:declare\s+-a\s+|local\s+)?\w+\+?=\(")
+_OPENING = re.compile(r"(?:^|;|\bdo|\bthen|\belse)\s*(?:if|case|for|while|until)\b")
+_CLOSING = re.compile(r"(?:^|;)\s*(?:fi|esac|done)\b")
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*))?\}")
 _END = "\n"
 _PAIR = re.compile(r"^\+{0,2}([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
@@ -81,15 +84,19 @@ def words_of_script(text: str) -> list[str]:
     words: list[str] = []
     level = 0
     for line in map(str.strip, text.replace("\\\n", " ").splitlines()):
-        opening, closing = (re.match(rf"({names})\b", line) for names in ("if|case|for|while|until", "fi|esac|done"))
-        level += bool(opening) - bool(closing)
+        num_opened = len(_OPENING.findall(line))
+        level += num_opened
         assignment = _ASSIGNMENT.match(line)
-        if assignment is not None and not (assignment[2] or "").startswith("("):
-            parts = _words(_filled(assignment[2] or "", variables))
+        value = assignment[2] or "" if assignment else ""
+        parts = _words(_filled(value, variables))
+        # A command may follow the assignments that are for it alone.
+        is_command = any(not _ASSIGNMENT.match(part) for part in parts[1:]) and not value.startswith(("$(", "`", "("))
+        if assignment is not None and not is_command and not value.startswith("("):
             if not (level and variables.get(assignment[1])):
                 variables[assignment[1]] = parts[0] if parts else ""
         elif not level:
-            words += [*_words(_filled(line, variables)), _END]
+            words += [*(parts[1:] if is_command else _words(_filled(_ARRAY.sub("", line), variables))), _END]
+        level = max(0, level - len(_CLOSING.findall(line)))
     return words
 
 
