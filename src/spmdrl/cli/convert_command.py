@@ -8,8 +8,8 @@ from pathlib import Path
 from spmdrl.cli.flags import take_numbers, take_texts
 from spmdrl.config.aliases import MARKS
 from spmdrl.config.config import Config, load_config
-from spmdrl.config.foreign_file import read_elsewhere, read_words
-from spmdrl.config.given import Given, shortened
+from spmdrl.config.foreign_file import read_elsewhere, read_words, words_of_script
+from spmdrl.config.given import Given, given_of, shortened
 from spmdrl.config.reader import ConfigError
 from spmdrl.config.translation import (
     CONVERTED,
@@ -17,6 +17,7 @@ from spmdrl.config.translation import (
     NEEDLESS_HERE,
     TAKEN,
     Translation,
+    programs_of,
     trainer_of,
     translate,
     verb_of,
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     if trainer is None or trainer not in MARKS:
         known = ", ".join(MARKS)
         raise ConfigError(f"whose settings these are isn't plain; write --from and one of {known}")
+    written += _of_command(words)
     verb = texts.get("--verb") or verb_of([name for name, _ in written], names)
     if verb not in STEPS:
         raise ConfigError(f"--verb is {verb}, but must be one of {', '.join(STEPS)}")
@@ -59,6 +61,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _of_command(words: Sequence[str]) -> list[tuple[str, Given]]:
+    """Return what a command of TRL's says beside its options. Raises ConfigError for one without a counterpart."""
+    command = words[1] if words[:1] == ["trl"] and len(words) > 1 else "grpo"
+    if command not in ("grpo", "rloo", "sft", "dpo", "reward"):
+        raise ConfigError(f"trl {command} has no counterpart; spmdrl has TRL's grpo, rloo, sft, dpo and reward")
+    return [("algo.name", given_of("rloo", "trl rloo"))] if command == "rloo" else []
+
+
 def _read(files: Sequence[str], words: Sequence[str]) -> tuple[list[tuple[str, Given]], list[str]]:
     """Return the settings, and words that may name the trainer and the kind of training."""
     problems: list[str] = []
@@ -68,10 +78,12 @@ def _read(files: Sequence[str], words: Sequence[str]) -> tuple[list[tuple[str, G
     if not written:
         raise ConfigError("no settings found; they are --name VALUE or key=VALUE, or those of a YAML or TOML file")
     if not files:
-        return written, [word for word in words if not word.startswith("--")]
+        return written, programs_of(words)
     path = Path(files[0])
-    modules = [] if path.suffix in (".yaml", ".yml", ".toml") else path.read_text(encoding="utf-8").split()
-    return written, [path.name, *(word for word in modules if word.endswith(".py") or "." in word and "=" not in word)]
+    is_script = path.suffix not in (".yaml", ".yml", ".toml")
+    started = programs_of(words_of_script(path.read_text(encoding="utf-8"))) if is_script else []
+    # The name of a file may be of anything in it, such as a reward model beside PPO.
+    return written, [*started, path.name]
 
 
 def _show(done: Translation, trainer: str, verb: str, num_ranks: int) -> None:

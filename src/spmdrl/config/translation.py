@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmdrl.config.aliases import ADVICE, ALIASES, DEFAULTS, MARKS, NEEDLESS, OWN_NAMES
@@ -16,7 +16,14 @@ from spmdrl.config.reader import canonical, known_names, yaml_lines
 from spmdrl.config.verb_keys import is_read
 
 TAKEN, CONVERTED, NEEDLESS_HERE, MISSING_HERE = "taken", "converted", "nothing to set", "no counterpart"
-_VERBS = {"preferences": r"\bdpo|_dpo", "sft": r"\bsft|_sft", "reward-model": r"\brm\b|_rm\b|reward_(model|train)"}
+# By the name of a script or module, or a word behind trl; the first that one has decides.
+_VERBS = {
+    "train": r"(?<![a-z])(ppo|grpo|gspo|rloo|dapo|reinforce|rl)(?![a-z])",
+    "preferences": r"(?<![a-z])dpo(?![a-z])",
+    "sft": r"(?<![a-z])sft(?![a-z])",
+    "reward-model": r"(?<![a-z])rm(?![a-z])|^reward$|reward_(model|train)",
+}
+_SECTIONS = {"grpo": "train", "dpo": "preferences", "sft": "sft", "rm": "reward-model"}
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,18 @@ def trainer_of(names: Collection[str], words: Collection[str]) -> str | None:
 
 
 def verb_of(names: Collection[str], words: Sequence[str]) -> str:
-    """Return the verb that a script's or module's name, or the name of a section, stands for; train without any."""
+    """Return the verb that a program's name, or the name of a section, stands for; train without any."""
     sections = {name.partition(".")[0] for name in names if "." in name}
-    for text in [*words, *sorted(sections)]:
-        for verb, pattern in _VERBS.items():
-            if re.search(pattern, text):
-                return verb
-    return "train"
+    found = [verb for word in words for verb, pattern in _VERBS.items() if re.search(pattern, word.lower())]
+    return next(iter([*found, *(verb for section, verb in _SECTIONS.items() if section in sections)]), "train")
+
+
+def programs_of(words: Sequence[str]) -> list[str]:
+    """Return what words of commands start: modules, Python files, and the words before the first option."""
+    num_first = next((at for at, word in enumerate(words) if word.startswith("--") or "=" in word), len(words))
+    pairs = zip(["", *words], words, strict=False)
+    named = [word for last, word in pairs if last in ("-m", "--module") or word.endswith(".py")]
+    return [*named, *words[:num_first]]
 
 
 def translate(
@@ -109,6 +121,12 @@ def translate(
     for name in others:
         fates.append(_converted(name, entries[name], tree, verb, names.keys, name not in given_names))
     fates += [_doubled(name, entry, other, settings) for name, (entry, other) in doubled.items()]
+    if settings.value("algo.name") != "ppo":
+        # Here any algorithm may have one; there, its settings stand in every file.
+        tree.pop("critic", None)
+        at = [number for number, fate in enumerate(fates) if fate.kind == TAKEN and fate.words.startswith("critic.")]
+        for number in at:
+            fates[number] = replace(fates[number], kind=NEEDLESS_HERE, words="of these only ppo has a critic there")
     return Translation(_kept(tree, verb), fates)
 
 
@@ -148,10 +166,10 @@ def _left_defaults(
     found = {".".join(entry.parts) for entry in entries.values()}
     defaults: dict[str, WrittenKey] = {}
     for name, value in DEFAULTS.get(trainer, {}).get(verb, {}).items():
-        entry = _entry(name, given_of(value, f"{name}, {trainer}'s default"), names)
+        given = given_of(value, f"{name}, {trainer}'s default")
+        entry = _entry(name, given, names)
         if entry and ".".join(entry[name].parts) not in found:
-            given = given_of(value, f"{name}, {trainer}'s default")
-            defaults[name] = WrittenKey(entry[name].parts, given, entry[name].spelling, entry[name].alias)
+            defaults[name] = replace(entry[name], given=given)
     return defaults
 
 
