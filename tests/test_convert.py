@@ -16,7 +16,7 @@ from spmdrl.config.foreign_file import read_elsewhere, read_words, words_of_scri
 from spmdrl.config.given import leaves
 from spmdrl.config.key_names import spellings_of
 from spmdrl.config.reader import ConfigError
-from spmdrl.config.translation import Translation, trainer_of, translate, verb_of
+from spmdrl.config.translation import Translation, programs_of, trainer_of, translate, verb_of
 
 FOLDER = Path(__file__).parent / "elsewhere"
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".sh", ".toml", ".yaml"))
@@ -157,10 +157,74 @@ def test_a_command_line_is_read_as_it_was_typed(tmp_path: Path, capsys: pytest.C
     assert "TRL's settings" in capsys.readouterr().out
 
 
+VERL = "PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m"
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain OpenRLHF/Llama-3-8b-sft-mixture --prompt_data a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # Its reward manager is no reward model, GRPO has no critic, and its rate changes once per step of 16 updates.
+        (
+            f"{VERL} algorithm.adv_estimator=grpo reward_model.reward_manager=dapo trainer.critic_warmup=0 "
+            "critic.optim.lr=1e-5 data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32 "
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=10 actor_rollout_ref.rollout.top_k=-1 "
+            "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.actor.clip_ratio=0.2 "
+            "actor_rollout_ref.actor.clip_ratio_low=0.1",
+            {"train.updates_per_step": 16, "optim.warmup_steps": 160, "rollout.top_k": 0, "eval.num_samples": 4,
+             "algo.clip_ratio_low": 0.1, "algo.clip_ratio_high": 0.2, "algo.clip_ratio_c": 3.0, "train.epochs": 30,
+             "critic.warmup_steps": None, "critic.optim.lr": None, "optim.weight_decay": 0.01},
+        ),
+        (
+            f"{VERL} algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True "
+            "algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl",
+            {"algo.name": "reinforce_pp", "algo.kl_in": "advantage", "algo.kl_estimator": "k3", "algo.kl_coef": 0.01},
+        ),
+        (
+            f"{VERL} algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01",
+            {"algo.name": "ppo", "algo.kl_in": "reward", "algo.kl_estimator": "k1"},
+        ),
+        # What follows an option is no program: the model isn't for SFT.
+        (
+            f"{OPENRLHF} --advantage_estimator rloo",
+            {"algo.name": "rloo", "algo.kl_in": "advantage", "algo.kl_estimator": "k1", "algo.ratio_level": "token",
+             "algo.loss_agg": "token-mean", "train.epochs": 1, "optim.betas": [0.9, 0.95]},
+        ),
+        (f"{OPENRLHF} --advantage_estimator gae --init_kl_coef 0.1", {"algo.kl_in": "reward", "algo.kl_coef": 0.1}),
+        (
+            f"{OPENRLHF} --advantage_estimator dr_grpo --use_kl_loss --kl_estimator k3",
+            {"algo.loss_agg": "token-mean", "algo.kl_in": "loss", "algo.kl_estimator": "k3"},
+        ),
+        (
+            "python3 train.py --hf-checkpoint m --rollout-batch-size 32",
+            {"algo.loss_agg": "seq-mean-token-mean", "rollout.num_generations": 1},
+        ),
+        ("trl rloo --model_name_or_path m", {"algo.name": "rloo"}),
+        (
+            "trl grpo --model_name_or_path m --scale_rewards false --max_steps -1",
+            {"algo.scale_rewards": "none", "train.max_steps": None, "train.epochs": 3},
+        ),
+        (
+            "trl dpo --model_name_or_path m --loss_type ipo",
+            {"preferences.loss_type": "ipo", "preferences.length_normalized": True},
+        ),
+        ("trl dpo --model_name_or_path m --loss_type hinge", {"preferences.loss_type": "hinge"}),
+        ("trl reward --model_name_or_path m", {"reward_model.rows_per_step": 8}),
+    ],
+)  # fmt: skip
+def test_what_a_command_leaves_out_or_names_otherwise_is_as_there(
+    words: str, expected: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "--to", str(tmp_path / "run.yaml"), "--", *words.split()]) == 0
+    written = flat((tmp_path / "run.yaml").read_text())
+    assert {key: written.get(key) for key in expected} == expected, capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "convert takes one file"),
+        (["--", "trl", "kto", "--learning_rate", "1e-6"], "trl kto has no counterpart; spmdrl has TRL's grpo"),
         (["a.yaml", "b.yaml"], "convert takes one file"),
         (["missing.yaml"], "the file can't be read"),
         (["--", "echo"], "no settings found"),
@@ -189,11 +253,12 @@ if [ -n "$1" ]; then
 else
     size=${size:-4}
 fi
-ARGS=(
-    --lr ${LR}  # the rate
+if [ -z "$2" ]; then HOSTS=1; fi
+for host in a b; do ssh $host --port 22; done
+ARGS=(--lr ${LR}  # the rate
     --name "a b"
 )
-python train.py "${ARGS[@]}" model.tp=$size \\
+CUDA_VISIBLE_DEVICES=0 HYDRA_FULL_ERROR=1 python train.py "${ARGS[@]}" model.tp=$size \\
     --ranks $RANKS --unknown $NOWHERE
 """
 
@@ -226,6 +291,20 @@ def test_trainers_and_verbs_are_known_by_names_and_words() -> None:
     assert verb_of(["sft.max_num_steps"], []) == "sft"
     assert verb_of([], ["openrlhf.cli.train_rm"]) == "reward-model"
     assert verb_of(["grpo.seed"], ["grpo.yaml"]) == "train"
+    # The name of a file counts last, and a section of verl's for rewards not at all.
+    assert verb_of(["reward_model.enable"], ["verl.trainer.main_ppo", "run_qwen2-7b_rm.sh"]) == "train"
+    assert programs_of(["accelerate", "launch", "--config_file", "a.yaml", "sft.py", "--model", "b-dpo"]) == [
+        "sft.py", "accelerate", "launch",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "section", ["scheduler: 3", "scheduler: [{name: LinearLR, kwargs: null}, {name: a.ConstantLR}]"]
+)
+def test_schedules_are_read_or_refused(section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grpo.yaml").write_text(f"grpo: {{max_num_steps: 4}}\npolicy: {{{section}, model_name: m}}\n")
+    converted(tmp_path / "grpo.yaml", tmp_path / "run.yaml")
+    assert "scheduler" in capsys.readouterr().out
 
 
 def test_the_table_is_consistent() -> None:

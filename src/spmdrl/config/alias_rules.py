@@ -140,8 +140,9 @@ def _total_length(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _epsilon(given: Given, settings: Settings) -> dict[str, Any]:
+    """Convert a range for both sides, each of which may have a name of its own beside it."""
     value = _number(given)
-    return {"algo.clip_ratio_low": value, "algo.clip_ratio_high": value}
+    return {key: value for key in ("algo.clip_ratio_low", "algo.clip_ratio_high") if not settings.is_given(key)}
 
 
 def _epsilon_both(given: Given, settings: Settings) -> dict[str, Any]:
@@ -162,6 +163,15 @@ def _delta(given: Given, settings: Settings) -> dict[str, Any]:
             "raise it, or set algo.clip_ratio_c"
         )
     return {"algo.clip_ratio_c": bound}
+
+
+def _loss_of_pairs(given: Given, settings: Settings, *, choose: Convert) -> dict[str, Any]:
+    """Convert TRL's loss: in DPO, some of its kinds are means over tokens."""
+    if settings.verb != "preferences":
+        return choose(given, settings)
+    is_mean = given.text in ("ipo", "sigmoid_norm")
+    mean = {"preferences.length_normalized": True} if is_mean else {}
+    return {"preferences.loss_type": given.text.removesuffix("_norm"), **mean}
 
 
 def _beta(given: Given, settings: Settings) -> dict[str, Any]:
@@ -186,7 +196,8 @@ def _kl(given: Given, settings: Settings, place: str, switch: str) -> dict[str, 
         )
     if settings.is_given("algo.kl_coef"):
         raise ValueError("sets algo.kl_coef, which is given under another name too; keep one")
-    return {"algo.kl_coef": value, "algo.kl_in": place}
+    estimator = {} if place == "loss" else {"algo.kl_estimator": "k1"}
+    return {"algo.kl_coef": value, "algo.kl_in": place, **estimator}
 
 
 def _kl_in_loss(given: Given, settings: Settings) -> dict[str, Any]:
@@ -194,12 +205,20 @@ def _kl_in_loss(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _kl_in_reward(given: Given, settings: Settings) -> dict[str, Any]:
-    return _kl(given, settings, "reward", "use_kl_in_reward")
+    """Convert the weight of verl's term: that of REINFORCE++ is in each token's return."""
+    place = "advantage" if settings.value("algo.name") == "reinforce_pp" else "reward"
+    return _kl(given, settings, place, "use_kl_in_reward")
 
 
 def _kl_anywhere(given: Given, settings: Settings) -> dict[str, Any]:
-    """Convert OpenRLHF's weight: of the term in the loss with use_kl_loss, else in the reward."""
-    return _kl(given, settings, "loss" if settings.value("use_kl_loss") is True else "reward", "")
+    """Convert OpenRLHF's weight: of the term in the loss with use_kl_loss; else in rewards that are compared already,
+    which PPO alone doesn't do."""
+    beside = "reward" if settings.value("algo.name") == "ppo" else "advantage"
+    return _kl(given, settings, "loss" if settings.value("use_kl_loss") is True else beside, "")
+
+
+def _kl_penalty(given: Given, settings: Settings, *, choose: Convert) -> dict[str, Any]:
+    return choose(given, settings) if settings.value("use_kl_in_reward") is True else {}
 
 
 def _kl_switch(given: Given, settings: Settings) -> dict[str, Any]:
@@ -225,7 +244,12 @@ def _algorithm(given: Given, settings: Settings, *, choose: Convert) -> dict[str
     """Convert an estimator's name; GRPO with prompts sampled again where all responses are alike is DAPO here."""
     chosen = choose(given, settings)
     is_dynamic = any(settings.value(name) is True for name in _DYNAMIC)
-    return {"algo.name": "dapo"} if is_dynamic and chosen == {"algo.name": "grpo"} else chosen
+    if is_dynamic and chosen == {"algo.name": "grpo"}:
+        return {"algo.name": "dapo"}
+    # Elsewhere these are ways to compute advantages alone: the loss is PPO's.
+    if chosen["algo.name"] in ("rloo", "dr_grpo"):
+        chosen |= {"algo.ratio_level": "token", "algo.loss_agg": "token-mean"}
+    return chosen
 
 
 def _dynamic(given: Given, settings: Settings) -> dict[str, Any]:
@@ -250,6 +274,15 @@ def _of_critic(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
     return {}
 
 
+def _part_of_critic(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
+    """Take a setting of a critic, of which other trainers' group-relative algorithms have none."""
+    if settings.value("algo.name") == "ppo":
+        return {key: given.plain}
+    if given.value:
+        raise ValueError(f"is of a critic, which only algo.name=ppo has; set {key} for one beside another algorithm")
+    return {}
+
+
 def _betas(given: Given, settings: Settings) -> dict[str, Any]:
     """Convert the first of Adam's coefficients together with the second."""
     second = settings.value("adam_beta2")
@@ -262,12 +295,25 @@ def _second_beta(given: Given, settings: Settings) -> dict[str, Any]:
 
 def _warmup(given: Given, settings: Settings) -> dict[str, Any]:
     """Convert a list of PyTorch's schedulers: a linear warm-up before a constant rate."""
-    parts = [part for part in given.plain if isinstance(part, dict) and "name" in part] if given.value else []
+    listed = given.plain if isinstance(given.value, list) else []
+    parts = [part for part in listed if isinstance(part, dict) and "name" in part]
     kinds = [str(part["name"]).rpartition(".")[2] for part in parts]
-    if not kinds or set(kinds) - {"LinearLR", "ConstantLR"} or kinds.count("LinearLR") > 1:
+    steps = [(part.get("kwargs") or {}).get("total_iters", 0) for part in parts if "Linear" in str(part["name"])]
+    is_plain = kinds and not set(kinds) - {"LinearLR", "ConstantLR"} and len(steps) < 2
+    if not is_plain or not all(isinstance(number, int) for number in steps):
         raise ValueError("isn't a linear warm-up and a constant rate; set optim.warmup_steps and optim.schedule")
-    steps = [part.get("kwargs", {}).get("total_iters", 0) for part in parts if part["name"].endswith("LinearLR")]
-    return {"optim.warmup_steps": sum(steps), "optim.schedule": "constant"}
+    return {"optim.warmup_steps": sum(steps) * _num_updates(settings), "optim.schedule": "constant"}
+
+
+def _num_updates(settings: Settings) -> int:
+    """Return the optimizer steps of a step."""
+    return _count(settings, "train.updates_per_step") * _count(settings, "train.epochs_per_step")
+
+
+def _warmup_of_steps(given: Given, settings: Settings) -> dict[str, Any]:
+    """Convert verl's warm-up, whose rate changes once per step; -1 leaves it to the ratio."""
+    num_steps = _typed(given, "a whole number", int)
+    return {} if num_steps < 0 else {"optim.warmup_steps": num_steps * _num_updates(settings)}
 
 
 def _use_peft(given: Given, settings: Settings) -> dict[str, Any]:
@@ -285,6 +331,10 @@ def _unless_null(given: Given, settings: Settings, *, key: str) -> dict[str, Any
     return {} if given.value is None else {key: given.plain}
 
 
+def _unless_zero(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
+    return {key: given.plain} if given.value else {}
+
+
 def _most_likely(given: Given, settings: Settings) -> dict[str, Any]:
     return {"rollout.top_k": 0 if given.value in (None, -1) else given.plain}
 
@@ -297,8 +347,9 @@ def _interval(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
 
 
 def _optimizer_steps(given: Given, settings: Settings, *, key: str) -> dict[str, Any]:
-    converted = _interval(given, settings, key=key)
-    updates = _count(settings, "train.updates_per_step") * _count(settings, "train.epochs_per_step")
+    converted, updates = _interval(given, settings, key=key), _num_updates(settings)
+    if given.value == -1 and key == "train.max_steps":
+        return {}
     steps, rest = divmod(converted[key], updates)
     if rest:
         raise ValueError(f"counts optimizer steps, of which a step has {updates} here; set {key}, which counts steps")
@@ -356,12 +407,12 @@ _TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
 def _named_files(given: Given, settings: Settings) -> dict[str, Any]:
     """Convert slime's names and files of evaluations, in turn."""
     texts = _texts(given)
-    return {"data.eval": texts[1::2] if len(texts) > 1 else texts[0]}
+    return {"data.eval": texts[1::2] if len(texts) > 1 else texts[0]} if texts else {}
 
 
 def _data_set(given: Given, settings: Settings) -> dict[str, Any]:
     """Convert a data set's name, of the hub unless it is a file or folder, with its configuration."""
-    name = given.text
+    name = _typed(given, "one name", str)
     is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(_DATA_FILES)
     config = next((part for part in map(settings.value, _CONFIGS) if part is not None), None)
     asked = "" if config is None else f"?{urlencode({'config': config})}"
@@ -383,17 +434,17 @@ def _part_of_data_set(given: Given, settings: Settings) -> dict[str, Any]:
 
 RELATIONS = (
     *(_samples, _samples_or_prompts, _prompts_of_update, _rows_per_process, _factor, _total_length),
-    *(_kl_in_loss, _kl_in_reward, _kl_anywhere, _kl_switch, _dynamic, _betas, _second_beta, _use_peft),
-    *(_data_set, _part_of_data_set, _together),
+    *(_kl_in_loss, _kl_in_reward, _kl_anywhere, _kl_switch, _kl_penalty, _dynamic, _betas, _second_beta, _use_peft),
+    *(_data_set, _part_of_data_set, _together, _epsilon),
 )
 """rules of settings that may stand beside each other and beside the key that they set"""
-WITH_KEY = (_interval, _optimizer_steps, _unless_null, _of_critic, _limit)
+WITH_KEY = (_interval, _optimizer_steps, _unless_null, _unless_zero, _of_critic, _part_of_critic, _limit)
 """rules that take the key that they set"""
 _OTHERS = (
-    *(_epsilon, _epsilon_both, _delta, _beta, _tis_cap, _warmup, _projections, _most_likely, _keep_top, _best_mode),
-    *(_reward_funcs, _reward_file, _backends, _named_files),
+    *(_epsilon_both, _delta, _beta, _tis_cap, _warmup, _warmup_of_steps, _projections, _most_likely, _keep_top),
+    *(_best_mode, _reward_funcs, _reward_file, _backends, _named_files, _algorithm, _loss_of_pairs),
 )
 RULES: Mapping[str, Callable[..., dict[str, Any]]] = {
-    function.__name__[1:]: function for function in (*RELATIONS, *WITH_KEY, *_OTHERS, _algorithm)
+    function.__name__[1:]: function for function in (*RELATIONS, *WITH_KEY, *_OTHERS)
 }
 """rules by the names that aliases.yaml has for them"""
