@@ -113,7 +113,7 @@ def _tried(root: Path, scenario: _Scenario, part: tuple[int, int]) -> list[Tally
         )
     )
     limit = f"resources.stage_timeout_seconds={scenario.limit_seconds}"
-    # A start that doesn't end says by itself what is missing, before this bench gives up.
+    # A start that hangs ends with the names of the missing ranks before this bench gives up.
     start = f"resources.start_timeout_seconds={_LONGEST_SECONDS / 2}"
     jobs = FaultJobs(root, num_nodes, limit, start, "train.max_steps=4", *scenario.settings)
     with emulated_nodes(num_nodes, _LINK_BYTES_PER_SECOND) as nodes:

@@ -37,7 +37,7 @@ class RunIndex:
 
     def __init__(self, folders: Sequence[Path]):
         tops = {folder.resolve(): None for folder in folders}
-        # As many last parts of each path as tell all of them apart, so that no two runs have one key.
+        # The fewest last parts of the paths that differ for all of them: no two runs have one key.
         num_parts = next(n for n in itertools.count(1) if len({top.parts[-n:] for top in tops}) == len(tops))
         self._tops = {top: Path(*top.parts[-num_parts:]) for top in tops}
         self._rows: dict[str, _Row] = {}

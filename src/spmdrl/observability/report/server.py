@@ -54,7 +54,7 @@ class Pages:
         # Pages are forked from a process that imports, before the first is asked for, what each fork would.
         forkserver.set_forkserver_preload(["spmdrl.__main__", contents.__module__])
         forkserver.ensure_running()
-        # Meanwhile all runs are read for the first time, so that whoever has the address doesn't wait for that.
+        # The runs are read meanwhile: the first request for the index would take a second longer.
         self._index.rows()
         self._live: OrderedDict[str, LiveRun] = OrderedDict()
         # Requests are served by threads; readers keep offsets.
