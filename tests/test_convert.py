@@ -296,15 +296,34 @@ def test_trainers_and_verbs_are_known_by_names_and_words() -> None:
     assert programs_of(["accelerate", "launch", "--config_file", "a.yaml", "sft.py", "--model", "b-dpo"]) == [
         "sft.py", "accelerate", "launch",
     ]  # fmt: skip
+    assert programs_of(["CUDA_VISIBLE_DEVICES=0", "trl", "dpo", "--beta", "0.1"]) == ["trl", "dpo"]
+    # Folders on the way to a program don't count.
+    assert verb_of([], ["/work/rl/nemo_rl/examples/run_sft.py"]) == "sft"
+
+
+def test_a_script_is_known_by_its_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, to = tmp_path / "run_rm.sh", tmp_path / "run.yaml"
+    script.write_text("pip install --upgrade trl\nHF_HUB_OFFLINE=1 trl rloo --model_name_or_path m\n")
+    assert converted(script, to)["algo.name"] == "rloo" and "for spmdrl train" in capsys.readouterr().out
+    script.write_text("trl kto --model_name_or_path m\n")
+    assert main(["convert", str(script), "--to", str(tmp_path / "other.yaml")]) == 2
+    assert "trl kto has no counterpart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "section", ["scheduler: 3", "scheduler: [{name: LinearLR, kwargs: null}, {name: a.ConstantLR}]"]
+    ("schedule", "words"),
+    [
+        ("3", "isn't a linear warm-up"),
+        ("[{name: LinearLR, kwargs: {total_iters: z}}, {name: ConstantLR}]", "isn't a linear warm-up"),
+        ("[{name: LinearLR, kwargs: null}, {name: a.ConstantLR}]", "optim.warmup_steps=0"),
+    ],
 )
-def test_schedules_are_read_or_refused(section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "grpo.yaml").write_text(f"grpo: {{max_num_steps: 4}}\npolicy: {{{section}, model_name: m}}\n")
+def test_schedules_are_read_or_refused(
+    schedule: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grpo.yaml").write_text(f"grpo: {{seed: 4}}\npolicy: {{scheduler: {schedule}, model_name: m}}\n")
     converted(tmp_path / "grpo.yaml", tmp_path / "run.yaml")
-    assert "scheduler" in capsys.readouterr().out
+    assert words in capsys.readouterr().out
 
 
 def test_the_table_is_consistent() -> None:

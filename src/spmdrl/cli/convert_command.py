@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 
 from spmdrl.cli.flags import take_numbers, take_texts
 from spmdrl.config.aliases import MARKS
 from spmdrl.config.config import Config, load_config
-from spmdrl.config.foreign_file import read_elsewhere, read_words, words_of_script
+from spmdrl.config.foreign_file import END, read_elsewhere, read_words, words_of_script
 from spmdrl.config.given import Given, given_of, shortened
 from spmdrl.config.reader import ConfigError
 from spmdrl.config.translation import (
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if trainer is None or trainer not in MARKS:
         known = ", ".join(MARKS)
         raise ConfigError(f"whose settings these are isn't plain; write --from and one of {known}")
-    written += _of_command(words)
+    written += _of_command(names)
     verb = texts.get("--verb") or verb_of([name for name, _ in written], names)
     if verb not in STEPS:
         raise ConfigError(f"--verb is {verb}, but must be one of {', '.join(STEPS)}")
@@ -61,9 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of_command(words: Sequence[str]) -> list[tuple[str, Given]]:
-    """Return what a command of TRL's says beside its options. Raises ConfigError for one without a counterpart."""
-    command = words[1] if words[:1] == ["trl"] and len(words) > 1 else "grpo"
+def _of_command(names: Sequence[str]) -> list[tuple[str, Given]]:
+    """Return what TRL's command sets beside its options. Raises ConfigError for one without a counterpart."""
+    command = next((word for last, word in pairwise(names) if last == "trl" and word.isidentifier()), "grpo")
     if command not in ("grpo", "rloo", "sft", "dpo", "reward"):
         raise ConfigError(f"trl {command} has no counterpart; spmdrl has TRL's grpo, rloo, sft, dpo and reward")
     return [("algo.name", given_of("rloo", "trl rloo"))] if command == "rloo" else []
@@ -80,10 +81,10 @@ def _read(files: Sequence[str], words: Sequence[str]) -> tuple[list[tuple[str, G
     if not files:
         return written, programs_of(words)
     path = Path(files[0])
-    is_script = path.suffix not in (".yaml", ".yml", ".toml")
-    started = programs_of(words_of_script(path.read_text(encoding="utf-8"))) if is_script else []
+    script = "" if path.suffix in (".yaml", ".yml", ".toml") else path.read_text(encoding="utf-8")
+    commands = [list(command) for is_end, command in groupby(words_of_script(script), key=END.__eq__) if not is_end]
     # The name of a file may be of anything in it, such as a reward model beside PPO.
-    return written, [*started, path.name]
+    return written, [*chain(*map(programs_of, commands)), path.name]
 
 
 def _show(done: Translation, trainer: str, verb: str, num_ranks: int) -> None:

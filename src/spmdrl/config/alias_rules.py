@@ -169,9 +169,9 @@ def _loss_of_pairs(given: Given, settings: Settings, *, choose: Convert) -> dict
     """Convert TRL's loss: in DPO, some of its kinds are means over tokens."""
     if settings.verb != "preferences":
         return choose(given, settings)
-    is_mean = given.text in ("ipo", "sigmoid_norm")
-    mean = {"preferences.length_normalized": True} if is_mean else {}
-    return {"preferences.loss_type": given.text.removesuffix("_norm"), **mean}
+    name: str = _typed(given, "one name", str)
+    mean = {"preferences.length_normalized": True} if name in ("ipo", "sigmoid_norm") else {}
+    return {"preferences.loss_type": name.removesuffix("_norm"), **mean}
 
 
 def _beta(given: Given, settings: Settings) -> dict[str, Any]:
@@ -211,8 +211,7 @@ def _kl_in_reward(given: Given, settings: Settings) -> dict[str, Any]:
 
 
 def _kl_anywhere(given: Given, settings: Settings) -> dict[str, Any]:
-    """Convert OpenRLHF's weight: of the term in the loss with use_kl_loss; else in rewards that are compared already,
-    which PPO alone doesn't do."""
+    """Convert OpenRLHF's weight: in the loss with use_kl_loss, else behind the comparison of rewards that PPO lacks."""
     beside = "reward" if settings.value("algo.name") == "ppo" else "advantage"
     return _kl(given, settings, "loss" if settings.value("use_kl_loss") is True else beside, "")
 

@@ -19,7 +19,7 @@ _ARRAY = re.compile(r"^(?:declare\s+-a\s+|local\s+)?\w+\+?=\(")
 _OPENING = re.compile(r"(?:^|;|\bdo|\bthen|\belse)\s*(?:if|case|for|while|until)\b")
 _CLOSING = re.compile(r"(?:^|;)\s*(?:fi|esac|done)\b")
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*))?\}")
-_END = "\n"
+END = "\n"
 _PAIR = re.compile(r"^\+{0,2}([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
 
 
@@ -63,7 +63,7 @@ def read_words(words: Sequence[str], origin: str) -> list[tuple[str, Given]]:
             name, values = pair[1], [pair[2]]
         elif word.startswith("--") and len(word) > 2:
             name, values = word[2:], []
-            while rest and not rest[0].startswith("--") and rest[0] != _END and _PAIR.match(rest[0]) is None:
+            while rest and not rest[0].startswith("--") and rest[0] != END and _PAIR.match(rest[0]) is None:
                 values.append(rest.popleft())
         else:
             continue
@@ -95,7 +95,7 @@ def words_of_script(text: str) -> list[str]:
             if not (level and variables.get(assignment[1])):
                 variables[assignment[1]] = parts[0] if parts else ""
         elif not level:
-            words += [*(parts[1:] if is_command else _words(_filled(_ARRAY.sub("", line), variables))), _END]
+            words += [*(parts[1:] if is_command else _words(_filled(_ARRAY.sub("", line), variables))), END]
         level = max(0, level - len(_CLOSING.findall(line)))
     return words
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from spmdrl.config.aliases import ADVICE, ALIASES, DEFAULTS, MARKS, NEEDLESS, OWN_NAMES
@@ -16,7 +17,7 @@ from spmdrl.config.reader import canonical, known_names, yaml_lines
 from spmdrl.config.verb_keys import is_read
 
 TAKEN, CONVERTED, NEEDLESS_HERE, MISSING_HERE = "taken", "converted", "nothing to set", "no counterpart"
-# By the name of a script or module, or a word behind trl; the first that one has decides.
+# By the last part of a script's or module's name, or a word behind trl; the first that one has decides.
 _VERBS = {
     "train": r"(?<![a-z])(ppo|grpo|gspo|rloo|dapo|reinforce|rl)(?![a-z])",
     "preferences": r"(?<![a-z])dpo(?![a-z])",
@@ -69,17 +70,18 @@ def trainer_of(names: Collection[str], words: Collection[str]) -> str | None:
 
 def verb_of(names: Collection[str], words: Sequence[str]) -> str:
     """Return the verb that a program's name, or the name of a section, stands for; train without any."""
-    sections = {name.partition(".")[0] for name in names if "." in name}
-    found = [verb for word in words for verb, pattern in _VERBS.items() if re.search(pattern, word.lower())]
-    return next(iter([*found, *(verb for section, verb in _SECTIONS.items() if section in sections)]), "train")
+    ends = [re.split(r"[/.]", re.sub(r"\.(py|\w*sh|slurm|sbatch|ya?ml|toml)$", "", word.lower()))[-1] for word in words]
+    found = [verb for end in ends for verb, pattern in _VERBS.items() if re.search(pattern, end)]
+    found += [verb for section, verb in _SECTIONS.items() if any(name.startswith(f"{section}.") for name in names)]
+    return found[0] if found else "train"
 
 
 def programs_of(words: Sequence[str]) -> list[str]:
-    """Return what words of commands start: modules, Python files, and the words before the first option."""
-    num_first = next((at for at, word in enumerate(words) if word.startswith("--") or "=" in word), len(words))
-    pairs = zip(["", *words], words, strict=False)
+    """Return what a command starts: modules, Python files, and the words between its variables and first option."""
+    command = list(dropwhile(lambda word: re.match(r"\w+=", word), words))
+    pairs = zip(["", *command], command, strict=False)
     named = [word for last, word in pairs if last in ("-m", "--module") or word.endswith(".py")]
-    return [*named, *words[:num_first]]
+    return [*named, *takewhile(lambda word: not word.startswith("--") and "=" not in word, command)]
 
 
 def translate(
