@@ -38,7 +38,12 @@ def run(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProc
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel unpacked in `site`."""
     folder = tmp_path_factory.mktemp("wheel")
-    words = ["-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(ROOT)]
+    # Not from the tree itself: two workers that build there at once remove each other's files.
+    clone = folder / "clone"
+    clone.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "src", "docs", "configs"):
+        subprocess.run(["cp", "-r", ROOT / name, clone / name], check=True)
+    words = ["-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(clone)]
     subprocess.run([sys.executable, *words], check=True, timeout=600)
     (wheel,) = folder.glob("spmdrl-*.whl")
     with zipfile.ZipFile(wheel) as packed:
