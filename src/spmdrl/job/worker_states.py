@@ -18,7 +18,7 @@ from spmdrl.dataflow.stages.update import UpdatePlan, UpdateStage
 from spmdrl.engines.models.renderer import Renderer
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.engines.training.checkpoints.file_writes import FileWrites, add_text
-from spmdrl.job.model.frozen_generation import build_frozen_generator
+from spmdrl.job.model.replica import build_frozen_generator
 from spmdrl.job.model.role_models import RoleModels
 from spmdrl.job.model.switching import Switching
 from spmdrl.job.rollouts.samples_report import SamplesReport

@@ -50,7 +50,8 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
     config = checked.config
     console = Console(enabled=world.is_main)
     prepared = prepare_together(checked, world, console)
-    replica = load_replica(config, prepared.source, world, console)
+    with console.doing("loading the weights"):
+        replica = load_replica(config, prepared.source, world)
     with RewardPool(config.reward) as pool, ExitStack() as stack:
         turns = turns_of(config, prepared, replica, world.device.torch_device, stack)
         evaluator = build_evaluator(config, prepared, replica, pool, turns)

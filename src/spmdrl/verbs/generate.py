@@ -107,7 +107,8 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     if done:
         note = f"{kept.folder} has {len(done)} of {len(prompts) * config.eval.num_samples} rows; the rest is generated"
         console.note(note)
-    replica = load_replica(config, source, world, console)
+    with console.doing("loading the weights"):
+        replica = load_replica(config, source, world)
     requests = open_requests(config, prompts, replica, sampling, done, source.decoder.max_positions)
     # This replica's only: others have as many rows, give or take a prompt.
     unit = "rows" if len(replica.mesh.replicas) == 1 else "rows of this replica"

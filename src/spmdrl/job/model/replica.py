@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
-from spmdrl.engines.generation.idle_engine import IdleEngine
+from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
-from spmdrl.engines.generation.protocol import GenerationEngine
+from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype, parameter_shapes
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes, check_vllm_on
-from spmdrl.nouns.batch import whole_slice
+from spmdrl.nouns.batch import WeightSlice, whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
-from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.layout import GenerationLayout
+from spmdrl.resources.memory import MemoryLedger, Owner
 from spmdrl.resources.mesh import GenerationMesh, build_generation_mesh
 from spmdrl.resources.rank_sets import RankSet, RankSets
 from spmdrl.resources.world import World
@@ -89,21 +92,38 @@ def build_policys_replica(
     return build_replica(config, source, world, layout)
 
 
-def load_replica(config: Config, source: ModelSource, world: World, console: Console) -> Replica:
+def load_replica(config: Config, source: ModelSource, world: World) -> Replica:
     """Build a replica that generates with the source's weights, without a trainer. Collective over all ranks."""
-    with console.doing("loading the weights"):
-        replica = build_replica(config, source, world, config.resources.generation)
-        engine, weights = replica.engine, source.initial_weights()
-        if engine.wants_iterator:
-            shapes = sorted(engine.weight_shapes().items())
-            engine.wake_weights()
-            engine.load_weights((name, weights.read(whole_slice(name, shape))) for name, shape in shapes)
-        else:
-            storage = engine.wake_weights()
-            for name, wanted in engine.weight_slices().items():
-                storage[name].copy_(weights.read(wanted))
-        engine.wake_cache()
+    replica = build_replica(config, source, world, config.resources.generation)
+    engine, weights = replica.engine, source.initial_weights()
+    if engine.wants_iterator:
+        shapes = sorted(engine.weight_shapes().items())
+        engine.wake_weights()
+        engine.load_weights((name, weights.read(whole_slice(name, shape))) for name, shape in shapes)
+    else:
+        storage = engine.wake_weights()
+        for name, wanted in engine.weight_slices().items():
+            storage[name].copy_(weights.read(wanted))
+    engine.wake_cache()
     return replica
+
+
+def build_frozen_generator(
+    config: Config, source: ModelSource, world: World, ledger: MemoryLedger, *,
+    mesh: GenerationMesh, owner: Owner, kv_cache_gib: float,
+) -> FrozenGenerator:  # fmt: skip
+    """Return a native engine with this rank's weights from the source's files, asleep, with the given cache size."""
+    device = world.device
+    rollout = replace(
+        config.rollout, stop=(), engine_kwargs={}, cuda_graphs=False,
+        kv_cache_gib=None if device.is_cpu else kv_cache_gib,
+    )  # fmt: skip
+    engine = _native_engine(replace(config, rollout=rollout), source, world, mesh, records=False)
+    files, asleep = source.weights(), engine.wake_weights(())
+    weights = {
+        name: files.read(wanted).to(asleep[name].dtype).contiguous() for name, wanted in engine.weight_slices().items()
+    }
+    return FrozenGenerator(engine, weights, device, ledger, owner)
 
 
 def generation_engine_name(config: RolloutConfig, device_kind: str) -> str:
@@ -124,13 +144,15 @@ def _vllm_engine(config: Config, source: ModelSource, world: World, mesh: Genera
     return VllmEngine(source.folder, config.rollout, device, dtype, tensor=mesh.tensor.size, **text)
 
 
-def _native_engine(config: Config, source: ModelSource, world: World, mesh: GenerationMesh) -> GenerationEngine:
+def _native_engine(
+    config: Config, source: ModelSource, world: World, mesh: GenerationMesh, *, records: bool = True
+) -> GenerationEngine:
     # Imported here so that a run with vLLM doesn't need it.
     from spmdrl.engines.generation.native.native_engine import NativeEngine
 
     dtype = compute_dtype(config.model, world.device.kind)
     # A run that only generates may have a dense model with any training options.
-    records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
+    records = records and config.train.routing.replay == "rollout" and source.decoder.moe is not None
     recorder = ChoiceRecorder() if records else None
     device, text = world.device.torch_device, text_arguments(config.rollout, source)
     return NativeEngine(engine_decoder(source), config.rollout, device, dtype, mesh=mesh, recorder=recorder, **text)
@@ -147,3 +169,66 @@ def text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]
     tokenizer = ModelTokenizer(source.folder)
     without_token = tokenizer.ids_without_token(source.decoder.vocab_size)
     return {"decode": tokenizer.decode_all if config.stop else None, "ids_without_token": without_token}
+
+
+class IdleEngine:
+    """Engine of a rank that only trains: it holds no weights, gets no requests and is always asleep.
+
+    The weights' shapes are those of the ranks that generate.
+    """
+
+    wants_iterator: ClassVar[bool] = False
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+        self.version = 0
+        self._shapes = shapes
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert not requests, f"{len(requests)} requests came to a rank that doesn't generate"
+
+    def step(self) -> list[Response]:
+        return []
+
+    @property
+    def has_work(self) -> bool:
+        return False
+
+    def abort(self) -> list[Response]:
+        return []
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        return []
+
+    @property
+    def num_unfinished(self) -> int:
+        return 0
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def weight_slices(self) -> dict[str, WeightSlice]:
+        return {}
+
+    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        return {}
+
+    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
+        assert not weights, "a rank that doesn't generate has no weights to borrow"
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise AssertionError("a rank that doesn't generate takes no weights")
+
+    def keep_weights(self, names: Iterable[str]) -> None:
+        pass
+
+    def wake_cache(self) -> None:
+        pass
+
+    def sleep(self) -> None:
+        pass
+
+    def cache_bytes_for(self, *, num_groups: int, group_size: int, num_tokens: int) -> int:
+        return 0
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"generation_weights": 0, "kv_cache": 0}

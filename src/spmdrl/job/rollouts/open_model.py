@@ -70,6 +70,6 @@ def open_model(loaded: LoadedConfig[Config]) -> Iterator[OpenModel]:
         with start_up(), explained_memory(config):
             console = Console(enabled=False)
             prepared = prepare_together(checked, world, console)
-            replica = load_replica(config, prepared.source, world, console)
+            replica = load_replica(config, prepared.source, world)
             turns = turns_of(config, prepared, replica, world.device.torch_device, stack)
         yield OpenModel(config, prepared, replica, world, turns)
