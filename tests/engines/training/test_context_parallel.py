@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.engines.models.decoder import Decoder, DecoderConfig
 from spmdrl.engines.models.layers import PackedCausalAttention
 from spmdrl.engines.training.context.context_parallel import check_context_parallel, mix_of, share_of
-from spmdrl.engines.training.context.halo import halo_places
+from spmdrl.engines.training.context.ring_attention import halo_places
 from spmdrl.engines.training.context.token_placement import Placement, num_places, place_tokens
 from spmdrl.engines.training.packed_rows import MicroBatch, TokenRows, to_microbatch
 from spmdrl.nouns.batch import offsets_of
