@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engines.models.kernels import delta, ops
-from spmdrl.engines.models.kernels.delta_pieces import Pieces, transitions
 from spmdrl.engines.models.kernels.packed import PackedRows
+from spmdrl.engines.training.context.hand_over import Pieces, transitions
 from spmdrl.nouns.batch import offsets_of
 from tests.engines.models.delta_cases import SIZES, assert_near, conv_inputs, rule_inputs
 
