@@ -27,9 +27,8 @@ from spmdrl.engines.environment.episode import (
     Turn,
     fields_of,
 )
-from spmdrl.engines.environment.gymnasium import GymnasiumEnvironment
+from spmdrl.engines.environment.gym_classes import GymnasiumEnvironment, SkyrlEnvironment
 from spmdrl.engines.environment.mcp import load_mcp
-from spmdrl.engines.environment.skyrl import SkyrlEnvironment
 from spmdrl.engines.environment.trl import load_factory, load_tools
 from spmdrl.nouns.settings.role_configs import MAX_MAGNITUDE
 from spmdrl.runtime.screen import show
