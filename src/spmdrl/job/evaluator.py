@@ -14,7 +14,6 @@ from spmdrl.dataflow.data.prompts import Prompt
 from spmdrl.dataflow.stages.reward import DecodeTokens, StreamedRewards, turns_record
 from spmdrl.dataflow.stages.rollout.requests import EndedResponses, StopPoint, Turns, row_seed, run_rollout
 from spmdrl.engines.generation.protocol import Request, Response
-from spmdrl.engines.reward.calls import RewardResult
 from spmdrl.engines.reward.pool import RewardPool
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.start.prepared import Prepared
@@ -169,28 +168,25 @@ class Evaluator:
         except Unanswered:
             return
         for (number, by_member), result in zip(answers.items(), results, strict=True):
-            responses = [by_member[member] for member in range(self.num_samples)]
-            yield from self._records(self.prompts[number], responses, result)
+            prompt, responses = self.prompts[number], [by_member[member] for member in range(self.num_samples)]
+            for position, response in enumerate(responses):
+                yield {
+                    "row": response.row,
+                    "id": prompt.id,
+                    "prompt": prompt.text,
+                    "answer": prompt.answer,
+                    "response": self.decode(response.token_ids),
+                    "reward": result.rewards[position],
+                    "verdict": result.verdicts[position].name.lower(),
+                    "num_tokens": response.num_own_tokens,
+                    "finish": response.finish,
+                    **turns_record(response, self.decode),
+                }
 
     def _request(self, number: int) -> Request:
         rows = tuple(range(number * self.num_samples, (number + 1) * self.num_samples))
         seeds = tuple(row_seed(self.seed, EVALUATION_SEED_OFFSET, row) for row in rows)
         return Request(rows, tuple(self.prompts[number].prompt_ids), seeds, self.sampling)
-
-    def _records(self, prompt: Prompt, responses: Sequence[Response], result: RewardResult) -> Iterator[dict[str, Any]]:
-        for position, response in enumerate(responses):
-            yield {
-                "row": response.row,
-                "id": prompt.id,
-                "prompt": prompt.text,
-                "answer": prompt.answer,
-                "response": self.decode(response.token_ids),
-                "reward": result.rewards[position],
-                "verdict": result.verdicts[position].name.lower(),
-                "num_tokens": response.num_own_tokens,
-                "finish": response.finish,
-                **turns_record(response, self.decode),
-            }
 
 
 def _group(number: int) -> tuple[str, int]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from spmdrl.config.config import Config
@@ -25,7 +23,7 @@ from spmdrl.engines.models.hf.weight_check import open_weights
 from spmdrl.engines.models.make_model import decoder_config, make_model_folder
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
-from spmdrl.nouns.roles import CRITIC, JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
+from spmdrl.nouns.roles import CRITIC, JUDGE, REWARD_MODEL, TEACHER, Role
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.outage import warn
@@ -197,12 +195,6 @@ def _rating(source: ModelSource, policy: DecoderConfig, name: str) -> ModelSourc
     return source
 
 
-def token_ids_of(folder: Path) -> dict[str, object]:
-    """Return the token ids of a model's config.json, which the decoder's own config omits."""
-    raw = json.loads((folder / "config.json").read_text())
-    return {key: value for key, value in raw.items() if key.endswith("_token_id")}
-
-
 def prepare_model(config: Config, world: World) -> ModelSource:
     """Return the initial model: from a Hugging Face folder, a run's newest checkpoint, or code.
 
@@ -222,13 +214,6 @@ def prepare_model(config: Config, world: World) -> ModelSource:
     adapters = {} if source.adapters is None else {"the adapters at the start": source.adapters.digest}
     world.agree(lambda: model_facts(source.folder) | adapters)
     return source
-
-
-def agree_on_models(sources: Mapping[Role, ModelSource], world: World) -> None:
-    """Raise ConfigError on every rank unless all found the same models beside the policy. Collective."""
-    for role, source in sources.items():
-        if source.folder != sources[POLICY].folder:
-            world.agree(partial(model_facts, source.folder, role.name))
 
 
 def model_facts(folder: Path, name: str = "model") -> dict[str, str]:

@@ -34,7 +34,7 @@ from spmdrl.engines.training.checkpoints.trainer_state import (
 )
 from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.job.model.model_source import MODEL, ModelSource, token_ids_of
+from spmdrl.job.model.model_source import MODEL, ModelSource
 from spmdrl.job.run.savable import Savable, SavedParts
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.nouns.batch import whole_slice
@@ -113,7 +113,10 @@ class RoleModel:
         folder.mkdir(parents=True, exist_ok=True)
         forms = stored_forms(self.source.decoder)
         write_weights(folder, weights, forms=forms)
-        config = hf_config_dict(self.source.decoder, self.saved_dtype) | token_ids_of(self.source.folder)
+        config = hf_config_dict(self.source.decoder, self.saved_dtype)
+        raw = json.loads((self.source.folder / "config.json").read_text())
+        # The decoder's own config omits them.
+        config |= {key: value for key, value in raw.items() if key.endswith("_token_id")}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES:
             if (self.source.folder / name).is_file():

@@ -158,11 +158,6 @@ def announce(residence: Residence, folder: Path, logs: RunLogs) -> None:
     logs.add_to_summary("where the swapped state goes", swap=residence.summary)
 
 
-def swap_folder(config: Config) -> Path:
-    """Return the folder of a CPU's swapped state, in files without a name."""
-    return Path(config.reshard.swap_dir).expanduser() if config.reshard.swap_dir else config.run.folder
-
-
 def _weight_bytes(engine: TrainingEngine, of: Callable[[str], bool] = lambda name: True) -> int:
     return storage_bytes(shard.tensor for name, shard in engine.named_shards().items() if of(name))
 

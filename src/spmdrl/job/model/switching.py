@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,7 @@ from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import Replica
 from spmdrl.job.model.role_models import RoleModels
-from spmdrl.job.model.swap_choice import announce, decide_residence, swap_folder
+from spmdrl.job.model.swap_choice import announce, decide_residence
 from spmdrl.job.run.run_logs import RunLogs
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
@@ -178,7 +179,8 @@ def build_switching(
         push = WeightPush(logs.world, sets, trainers, replica.engine, config.reshard, ledger)
         return Switching(push, ledger, logs, device, probe)
     residence = decide_residence(config, logs.world, trainers, replica, num_rows=num_rows)
-    folder = swap_folder(config)
+    # Of a CPU's swapped state, in files without a name.
+    folder = Path(config.reshard.swap_dir).expanduser() if config.reshard.swap_dir else config.run.folder
     announce(residence, folder, logs)
     flow = ReshardingFlow(logs.world, trainers, replica.engine, config.reshard, ledger, folder, swaps=residence.swaps)
     stack.callback(flow.close)

@@ -21,7 +21,6 @@ from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routers import check_routing
 from spmdrl.job.start.checked_run import TRAINED, CheckedRun, Verb
 from spmdrl.nouns.roles import ROLES, Role
-from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.model_sizes import ClampedGate
 from spmdrl.observability.trackers import check_backends
 from spmdrl.resources.device import find_device
@@ -40,7 +39,9 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
     check_layout(decoder, layout)
     check_routing(config.train.routing, decoder)
     if config.lora is not None:
-        check_adapters(config.lora, decoder)
+        # Raises ValueError for targets that the model doesn't have.
+        with torch.device("meta"):
+            Decoder(replace(decoder, lora=config.lora))
         if config.train.routing.bias_update_rate > 0:
             raise ValueError(
                 f"train.routing.bias_update_rate is {config.train.routing.bias_update_rate}, but with lora nothing of "
@@ -71,12 +72,6 @@ def check_recomputing(config: Config, layout: UpdateLayout, key: str = "resource
             f"train.activation_checkpointing is {config.train.activation_checkpointing}, so that every layer would be "
             "run again many times; set pipeline_schedule to 1f1b or interleaved, or activation_checkpointing to none"
         )
-
-
-def check_adapters(lora: LoraConfig, decoder: DecoderConfig) -> None:
-    """Refuse targets that the model doesn't have. Raises ValueError."""
-    with torch.device("meta"):
-        Decoder(replace(decoder, lora=lora))
 
 
 def check_generation_cuts(decoder: DecoderConfig, layout: GenerationLayout, key: str = "resources.generation") -> None:
@@ -149,14 +144,6 @@ def _check_vllm_gpt_oss(decoder: DecoderConfig) -> None:
         raise ValueError(
             f"vLLM computes every gpt_oss with {' and '.join(lacking)}, which this model lacks; set rollout.engine to "
             "native"
-        )
-
-
-def check_vllm_is_there() -> None:
-    """Refuse `rollout.engine: vllm` if it can't be imported. Raises ValueError."""
-    if find_spec("vllm") is None:
-        raise ValueError(
-            f"rollout.engine is vllm, which isn't installed; {how_to_install('vllm')}, or set rollout.engine to native"
         )
 
 
@@ -242,8 +229,11 @@ def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
     if config.rollout.engine == "vllm":
         check_vllm(config)
         check_vllm_on(config, generating, launch.world_size)
-        if is_here:
-            check_vllm_is_there()
+        if is_here and find_spec("vllm") is None:
+            raise ValueError(
+                f"rollout.engine is vllm, which isn't installed; {how_to_install('vllm')}, or set rollout.engine to "
+                "native"
+            )
     if is_here and is_trained:
         check_backends(config.log)
     return layout

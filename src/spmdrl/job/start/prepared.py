@@ -29,7 +29,7 @@ from spmdrl.job.model.model_source import (
     CHECKPOINTS,
     INITIAL_MODEL,
     ModelSource,
-    agree_on_models,
+    model_facts,
     newest_sound_model,
     prepare_model,
     sources_of,
@@ -199,7 +199,9 @@ def prepare_together(checked: CheckedRun, world: World, console: Console) -> Pre
     with console.doing("reading the model's config, tokenizer and prompts"):
         source = prepare_model(checked.config, world)
         prepared = prepare(checked, source, lambda folder: on_main(world, partial(try_folder, folder)))
-        agree_on_models(prepared.sources, world)
+        for role, other in prepared.sources.items():
+            if other.folder != source.folder:
+                world.agree(partial(model_facts, other.folder, role.name))
         # Templates may write the date, and files of a template may differ.
         named = {"data.train": prepared.train_prompts, "data.eval": prepared.held_out}
         world.agree(lambda: {f"the tokens of {key}": one.digest for key, one in named.items() if one is not None})

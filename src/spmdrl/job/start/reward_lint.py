@@ -62,19 +62,15 @@ class _Probe:
 
 def lint_rewards(config: RewardConfig, sources: Sequence[SourceRows], *, has_turns: bool) -> list[CheckLine]:
     """Score probes of some rows with the run's functions; with `has_turns`, rewards get the turns of a row."""
-    rows = _some_rows(sources)
+    # They are spread over the first source that has any.
+    found = next((source.rows for source in sources if source.rows), ())
+    rows = list(found[:: max(1, len(found) // _MAX_ROWS)][:_MAX_ROWS])
     lines: list[CheckLine] = []
     with RewardPool(config, 1) as pool:
         probes = [_probe(pool, row, rows, has_turns=has_turns) for row in rows]
     for check in (_check_verdicts, _check_references, _check_worthless, _check_repeats, _check_order, _check_seconds):
         lines += check(probes, config)
     return lines
-
-
-def _some_rows(sources: Sequence[SourceRows]) -> list[Row]:
-    """Select rows spread over the first source that has any."""
-    rows = next((source.rows for source in sources if source.rows), ())
-    return list(rows[:: max(1, len(rows) // _MAX_ROWS)][:_MAX_ROWS])
 
 
 def _probe(pool: RewardPool, row: Row, rows: Sequence[Row], *, has_turns: bool) -> _Probe:
