@@ -23,7 +23,6 @@ from spmdrl.dataflow.resharding.planning.slice_agreement import check_same_versi
 from spmdrl.dataflow.resharding.swap import Leaving, Left, MakeStore, StayingSwap, Swap, TensorsByName, make_host_store
 from spmdrl.dataflow.resharding.swap_space import CopyTimes
 from spmdrl.engines.generation.protocol import GenerationEngine
-from spmdrl.engines.training.sharded_model import Shard
 from spmdrl.engines.training.training_engine import TrainingEngine
 from spmdrl.nouns.roles import POLICY, Role
 from spmdrl.nouns.settings.flow_config import ReshardConfig
@@ -257,7 +256,10 @@ class ReshardingFlow:
         storage, own = self._generator.wake_weights(()), self._policy.named_shards()
         shards = self._policy.shards_for(self._generator.weight_shapes())
         if self._plans_left:
-            self._plan_filling(shards, storage)
+            # After the first switch, without the weights that the generator keeps.
+            kept = frozenset(self._kept)
+            self._filling = GeneratorFilling(self._world, shards, self._generator, storage, self._config, kept=kept)
+            self._plans_left -= 1
         assert self._filling is not None
         is_own = {name: shard.tensor.data_ptr() == own[name].tensor.data_ptr() for name, shard in shards.items()}
         lent = {name: tensor for name, tensor in self._filling.lent(shards, storage).items() if is_own[name]}
@@ -282,12 +284,6 @@ class ReshardingFlow:
             self._kept = [n for n in self._filling.targets if not self._policy.updates(n) and n not in lent]
             self._generator.keep_weights(self._kept)
         return received, left
-
-    def _plan_filling(self, shards: Mapping[str, Shard], storage: Mapping[str, Tensor]) -> None:
-        """Plan the coming switch; after the first, one without the weights that the generator keeps."""
-        world, config = self._world, self._config
-        self._filling = GeneratorFilling(world, shards, self._generator, storage, config, kept=frozenset(self._kept))
-        self._plans_left -= 1
 
     def _releasing(self, leaving: Sequence[Leaving]) -> Names:
         """Move weights out once sent.

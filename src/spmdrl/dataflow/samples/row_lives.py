@@ -55,7 +55,12 @@ class Controller:
         """
         ready = self._is_ready()
         if by_group not in self._ready_rows:
-            rows = np.flatnonzero(ready & self._settled_groups(ready) if by_group else ready)
+            if by_group:
+                # Their groups wait for nothing: all rows are ready, or dropped and not held.
+                settled = ready | ((self._held == RowStatus.WAITING) & self._catalogue.is_dropped)
+                size = self._catalogue.group_size
+                ready = ready & settled.reshape(-1, size).all(axis=1).repeat(size)
+            rows = np.flatnonzero(ready)
             rows.flags.writeable = False
             self._ready_rows[by_group] = rows
         return self._ready_rows[by_group]
@@ -112,12 +117,6 @@ class Controller:
             self._ready_rows.clear()
             self._answered_at = now
         return self._ready
-
-    def _settled_groups(self, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return True for rows of groups that wait for nothing: all rows ready, or dropped and not held."""
-        settled = ready | ((self._held == RowStatus.WAITING) & self._catalogue.is_dropped)
-        size = self._catalogue.group_size
-        return settled.reshape(-1, size).all(axis=1).repeat(size)
 
     def _claimed(self, rows: ArrayLike) -> Integers:
         index = self._catalogue.checked(rows)

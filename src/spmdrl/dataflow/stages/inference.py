@@ -24,7 +24,7 @@ from spmdrl.dataflow.stages.schedule import Slot
 from spmdrl.engines.models.renderer import Renderer, TokenizedPrompts
 from spmdrl.engines.training.packed_rows import TokenRows
 from spmdrl.engines.training.training_engine import TrainingEngine
-from spmdrl.nouns.batch import Batch, Integers, WorkerState, gather_ragged_rows, offsets_of
+from spmdrl.nouns.batch import Batch, WorkerState, gather_ragged_rows, offsets_of
 from spmdrl.nouns.roles import POLICY, TEACHER, Role
 from spmdrl.nouns.settings.role_configs import END_VALUE
 from spmdrl.observability.fault_points import faultpoint
@@ -57,12 +57,9 @@ class ScoreStage:
         if portions:
             with self.presence():
                 for rows in portions:
-                    self._score_portion(samples, rows)
-
-    def _score_portion(self, samples: Samples, rows: Integers) -> None:
-        batch = samples.take(self.state, among=rows)
-        samples.put(self.state, self._scored(batch if self.seen is None else self.seen(batch, samples)))
-        samples.commit(self.state)
+                    batch = samples.take(self.state, among=rows)
+                    samples.put(self.state, self._scored(batch if self.seen is None else self.seen(batch, samples)))
+                    samples.commit(self.state)
 
     def _scored(self, batch: Batch) -> Batch:
         """Return the columns of these rows. Collective over the mesh."""

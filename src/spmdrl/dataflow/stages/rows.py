@@ -143,15 +143,11 @@ def token_rows(
     prompt_lengths_B = batch.lengths("prompt_ids")
     if turns_T is not None and (begun := (turns_T == BEGINS_PIECE).nonzero().squeeze(1)).numel():
         offsets, order = torch.cat((offsets[:-1], begun, offsets[-1:])).sort()
-        lengths = torch.cat((prompt_lengths_B, _num_before_model(turns_T > 0, begun)))
+        # From each start to the model's next token, or to the end.
+        places = torch.cat(((turns_T > 0).nonzero().squeeze(1), torch.tensor([len(turns_T)])))
+        lengths = torch.cat((prompt_lengths_B, places[torch.searchsorted(places, begun)] - begun))
         prompt_lengths_B = lengths[order[:-1]].minimum(offsets.diff())
     return TokenRows(tokens_T.long(), offsets, prompt_lengths_B, response, experts_TLC, is_model_T, unit_size)
-
-
-def _num_before_model(is_model_T: Tensor, starts: Tensor) -> Tensor:
-    """Return the number of tokens from each start to the model's next token, or to the end."""
-    places = torch.cat((is_model_T.nonzero().squeeze(1), torch.tensor([len(is_model_T)])))
-    return places[torch.searchsorted(places, starts)] - starts
 
 
 def _by_token(batch: Batch, name: str, model_tokens: ModelTokens) -> Tensor:

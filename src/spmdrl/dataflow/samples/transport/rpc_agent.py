@@ -6,6 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +39,9 @@ def join_rpc(
     # All ranks start the same agents in the same order.
     store = dist.PrefixStore(f"rpc/{next(_numbers)}", world.store)
     _store = store if world.gate is None else AgentAddresses(store, world, world.gate)
-    _register_rendezvous()
+    # An earlier agent of this process may have registered it.
+    with suppress(RuntimeError):
+        dist.register_rendezvous_handler(_SCHEME, _rendezvous)
     before = os.environ.get("TP_SOCKET_IFNAME")
     if world.gate is not None:
         os.environ["TP_SOCKET_IFNAME"] = "lo"
@@ -68,14 +71,6 @@ def leave_rpc(world: World, *, graceful: bool, timeout_seconds: float) -> None:
             world.gate.forget(RPC)
 
 
-def _register_rendezvous() -> None:
-    try:
-        dist.register_rendezvous_handler(_SCHEME, _rendezvous)
-    except RuntimeError:
-        # An earlier agent of this process registered it.
-        return
-
-
 def _rendezvous(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
     assert _store is not None, "an agent starts by join_rpc"
     yield _store, -1, -1
@@ -99,7 +94,11 @@ class AgentAddresses(dist.Store):
 
     def get(self, key: str) -> bytes:
         content = bytes(self._inner.get(key))
-        return self._way_to(content) if content.startswith(_GATE_PREFIX) else content
+        if not content.startswith(_GATE_PREFIX):
+            return content
+        rank, agent_port, port, host = content.removeprefix(_GATE_PREFIX).decode().split(" ")
+        target = Target(Address(host, int(port)), int(rank), RPC)
+        return _AGENT_PREFIX + f"{LOOPBACK}:{self._gate.way_to(target, int(agent_port))}".encode()
 
     def _behind_gate(self, content: bytes) -> bytes:
         """Close the agent that listens there, and put the way to it in the place of its address."""
@@ -108,11 +107,6 @@ class AgentAddresses(dist.Store):
         self._gate.lead_to(RPC, closed_door(int(port), self._world.launch))
         fields = (self._world.rank, port, self._address.port, self._address.host)
         return _GATE_PREFIX + " ".join(map(str, fields)).encode()
-
-    def _way_to(self, content: bytes) -> bytes:
-        rank, agent_port, port, host = content.removeprefix(_GATE_PREFIX).decode().split(" ")
-        target = Target(Address(host, int(port)), int(rank), RPC)
-        return _AGENT_PREFIX + f"{LOOPBACK}:{self._gate.way_to(target, int(agent_port))}".encode()
 
     def add(self, key: str, amount: int) -> int:
         return self._inner.add(key, amount)
