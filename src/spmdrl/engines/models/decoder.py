@@ -271,11 +271,6 @@ class LayerSpan:
     """True with the final norm and the head."""
 
 
-def whole_span(config: DecoderConfig) -> LayerSpan:
-    """Return the span of the whole decoder."""
-    return LayerSpan(0, config.num_layers, embeds=True, heads=True)
-
-
 class Backbone(nn.Module):
     """Everything below the head, kept as one module because transformers' names begin with `model.`."""
 
@@ -323,7 +318,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, span: LayerSpan | None = None):
         super().__init__()
         self.config = config
-        self.span = whole_span(config) if span is None else span
+        self.span = span or LayerSpan(0, config.num_layers, embeds=True, heads=True)
         self.model = Backbone(config, self.span)
         own_head = None
         if self.span.heads and not config.tied_head:
@@ -364,7 +359,9 @@ def row_cost_of(config: DecoderConfig) -> RowCost:
     weights = sum(mixer.num_weights for mixer in config.mixers) + config.num_outputs * config.hidden_size
     weights += (config.num_layers - num_sparse) * 3 * config.hidden_size * config.intermediate_size
     if config.moe is not None:
-        weights += num_sparse * _sparse_weights(config.hidden_size, config.moe)
+        # A token uses the router, its own experts and the shared ones.
+        width = config.moe.experts_per_token * config.moe.intermediate_size + config.moe.shared_width
+        weights += num_sparse * config.hidden_size * (config.moe.num_experts + 3 * width)
     per_token, per_token_squared = 2 * weights, 0
     for mixer in config.mixers:
         window = mixer.state(1).kind.window
@@ -374,9 +371,3 @@ def row_cost_of(config: DecoderConfig) -> RowCost:
         else:
             per_token += 2 * window * mixer.attended_size
     return RowCost(per_token, per_token_squared)
-
-
-def _sparse_weights(hidden_size: int, moe: MoeConfig) -> int:
-    """Count elements that a token uses in one sparse layer: the router, its own experts and the shared ones."""
-    width = moe.experts_per_token * moe.intermediate_size + moe.shared_width
-    return hidden_size * (moe.num_experts + 3 * width)

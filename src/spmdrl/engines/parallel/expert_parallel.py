@@ -76,7 +76,8 @@ class AllToAllDispatch:
         run_TC = chosen_TC // num_held
         here_TC = run_TC % self.columns == self.column
         place_TC = run_TC // self.columns
-        travels_TA = _marked(place_TC, here_TC, axis.size)
+        counts_TA = place_TC.new_zeros(len(place_TC), axis.size)
+        travels_TA = counts_TA.scatter_add_(1, place_TC, here_TC.to(counts_TA.dtype)) > 0
         trip = self.agree(place_TC * num_held + chosen_TC % num_held, here_TC, travels_TA, num_held)
 
         rank_TA = torch.arange(axis.size, device=chosen_TC.device).expand_as(travels_TA)
@@ -108,12 +109,6 @@ class AllToAllDispatch:
         counts_E = received[:, 1:].sum(0)
         *rows, num_pairs = torch.cat((send_A, received[:, 0], counts_E.sum(0, keepdim=True))).tolist()
         return Trip(rows[: axis.size], rows[axis.size :], num_pairs, counts_E)
-
-
-def _marked(place_TC: Tensor, here_TC: Tensor, num_places: int) -> Tensor:
-    """Return True for each place that any counted choice [T, C] refers to [T, A]."""
-    counts_TA = place_TC.new_zeros(len(place_TC), num_places)
-    return counts_TA.scatter_add_(1, place_TC, here_TC.to(counts_TA.dtype)) > 0
 
 
 @dataclass(frozen=True)

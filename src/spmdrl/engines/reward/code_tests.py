@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,16 +125,10 @@ def _add_pair(tests: RowTests, given: Any, wanted: Any, function: str | None) ->
         # A line of JSON for each argument.
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
     if isinstance(wanted, str):
-        wanted = _read_value(wanted)
+        with suppress(json.JSONDecodeError):
+            wanted = json.loads(wanted)
     is_wrapped = isinstance(wanted, list) and len(wanted) == 1
     tests.calls.append(FunctionCall(function, given, [wanted, wanted[0]] if is_wrapped else [wanted]))
-
-
-def _read_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _text(value: Any) -> str:

@@ -134,7 +134,10 @@ def shard_modules(decoder: Decoder, mesh: UpdateMesh, precision: Precision, *, w
             options = _fsdp_options(mesh.expert_shards, mesh.pipeline, precision, stays=whole)
             _sum_gradients(fully_shard(experts, mesh=mesh.expert_shards, shard_placement_fn=placement, **options))
     options = _fsdp_options(mesh.dense_shards, mesh.pipeline, precision, stays=whole)
-    for module in (decoder,) if whole else (*_vocabulary_modules(decoder), *decoder.layers, decoder):
+    # Embedding and head are each gathered on their own while in use; a tied weight stays with the root.
+    ends = () if decoder.config.tied_head else (decoder.model.embed_tokens, decoder.lm_head, decoder.score)
+    parts = [module for module in (*ends, *decoder.layers) if module is not None]
+    for module in (decoder,) if whole else (*parts, decoder):
         _sum_gradients(fully_shard(module, mesh=mesh.dense_shards, ignored_params=lone or None, **options))
     if whole:
         assert isinstance(decoder, FSDPModule)
@@ -155,13 +158,6 @@ def _fsdp_options(shards: DeviceMesh, pipeline: Axis, precision: Precision, *, s
     reduce_dtype = precision.compute if sums_nothing else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce_dtype)
     return {"mp_policy": policy, "reshard_after_forward": not stays}
-
-
-def _vocabulary_modules(decoder: Decoder) -> list[nn.Module]:
-    """Return embedding and head, each gathered on its own while in use; a tied weight stays with the root."""
-    if decoder.config.tied_head:
-        return []
-    return [module for module in (decoder.model.embed_tokens, decoder.lm_head, decoder.score) if module is not None]
 
 
 def _sum_gradients(module: FSDPModule) -> None:

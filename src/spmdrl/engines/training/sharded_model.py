@@ -262,18 +262,15 @@ def sum_gradients(parameters: Sequence[Tensor], axis: Axis) -> None:
         parameter.grad = torch.zeros_like(parameter)
     gradients = [one.grad for one in parameters if one.grad is not None]
     for gradient in (one for one in gradients if one.nbytes >= JOINED_BYTES):
-        _sum_one(gradient, axis)
+        if gradient.is_contiguous():
+            sum_into(gradient, axis.group)
+        else:
+            gradient.copy_(axis.sum(gradient.contiguous()))
     for together in _joined([one for one in gradients if one.nbytes < JOINED_BYTES]):
         flat = torch.cat([gradient.flatten() for gradient in together])
         sum_into(flat, axis.group)
         for gradient, total in zip(together, flat.split([one.numel() for one in together]), strict=True):
             gradient.copy_(total.view_as(gradient))
-
-
-def _sum_one(gradient: Tensor, axis: Axis) -> None:
-    if gradient.is_contiguous():
-        return sum_into(gradient, axis.group)
-    gradient.copy_(axis.sum(gradient.contiguous()))
 
 
 def _joined(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

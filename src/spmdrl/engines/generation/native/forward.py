@@ -83,8 +83,11 @@ class CachedDecoder:
 
         None still runs.
         """
+        self._settle_weights()
+        # With fewer rows, rounding would differ.
+        least_rows = _ROWS_AT_A_TIME if self.weights.are_packed else LEAST_ROWS
         # A multiple, because a CPU's silu rounds elements beyond whole vectors differently.
-        lacking = max(-len(fed) % _ROWS_AT_A_TIME, self._least_rows() - len(fed))
+        lacking = max(-len(fed) % _ROWS_AT_A_TIME, least_rows - len(fed))
         lengths = [1] * lacking + [token.length for token in fed]
         padding = [[SCRATCH_BLOCK] for _ in self.cache.kinds]
         tables = [padding] * lacking + [token.row.tables for token in fed]
@@ -156,11 +159,6 @@ class CachedDecoder:
         return self._decoder(
             self._tensor(tokens), self._tensor(positions), attend, lambda hidden_TD, _: head(hidden_TD), route
         )
-
-    def _least_rows(self) -> int:
-        """Least rows per step; with fewer, rounding would differ."""
-        self._settle_weights()
-        return _ROWS_AT_A_TIME if self.weights.are_packed else LEAST_ROWS
 
     def _settle_weights(self) -> None:
         if self._packs_weights:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmdrl.engines.generation.native.forward import CachedDecoder
 from spmdrl.engines.generation.native.row_memory import BlockCopies, RowMemory
-from spmdrl.engines.generation.native.running_rows import Row, newest_token
+from spmdrl.engines.generation.native.running_rows import FedToken, Row
 from spmdrl.engines.generation.native.sampling import RowDrawer
 from spmdrl.engines.generation.native.scheduler import Admitted, Scheduler
 from spmdrl.engines.generation.native.step_pipeline import StepPipeline
@@ -141,7 +141,7 @@ class RowSteps:
         """Feed the newest token of every running row and draw the next."""
         self._make_room()
         rows = list(self.scheduler.running.values())
-        fed = [newest_token(row) for row in rows if row.is_first]
+        fed = [FedToken(row, row.token_ids[-1], row.length) for row in rows if row.is_first]
         logits_BV = self._forward.decode(fed)
         if not fed:
             return []

@@ -241,10 +241,6 @@ def groups_of(request: Request) -> list[Group]:
     return [*groups, Group(fresh)] if fresh else groups
 
 
-def newest_token(row: Row) -> FedToken:
-    return FedToken(row, row.token_ids[-1], row.length)
-
-
 def check_request(request: Request, *, max_positions: int, reads_text: bool) -> None:
     """Raise ValueError if the model or the engine can't serve it."""
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens

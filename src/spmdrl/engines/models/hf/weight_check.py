@@ -38,15 +38,23 @@ def open_weights(folder: str | Path, config: DecoderConfig) -> WeightFiles:
     _check_names(files, stored, expected, config)
     for name in sorted(expected):
         _check_weight(files, name, expected[name])
-    if config.tied_head and _LANGUAGE_HEAD in stored:
-        _check_tied_head(files)
+    # transformers uses a stored head, whatever the config has.
+    if config.tied_head and _LANGUAGE_HEAD in stored and not _are_equal(files, _LANGUAGE_HEAD, _EMBEDDING):
+        raise ValueError(
+            f'config.json in {files.folder} says "tie_word_embeddings": true, but {_LANGUAGE_HEAD} and {_EMBEDDING} '
+            "differ; set it to false to use the stored head, as transformers does, or remove that weight to use the "
+            "embedding"
+        )
     return files
 
 
 def _check_names(files: WeightFiles, stored: set[str], expected: Iterable[str], config: DecoderConfig) -> None:
     lacking, extra = sorted(set(expected) - stored), sorted(stored.difference(expected))
     if extra:
-        prefixes = tuple(_prediction_layers(files.folder, stored, config))
+        # DeepSeek-V3 stores layers that predict further tokens after the decoder's; their own projection distinguishes
+        # them from surplus decoder layers.
+        layers = range(config.num_layers, config.num_layers + count_prediction_layers(files.folder))
+        prefixes = tuple(f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in stored)
         extra = [name for name in extra if not name.startswith(prefixes) and not _is_harmless(name, config)]
     if not lacking and not extra:
         return
@@ -66,13 +74,6 @@ def _some(files: WeightFiles, weights: list[str]) -> str:
     names = [*dict.fromkeys(map(files.stored_name, weights))]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
-
-
-def _prediction_layers(folder: Path, stored: set[str], config: DecoderConfig) -> list[str]:
-    """Name prefixes of layers that predict further tokens, which DeepSeek-V3 stores after the decoder's."""
-    layers = range(config.num_layers, config.num_layers + count_prediction_layers(folder))
-    # Their own projection distinguishes them from surplus decoder layers.
-    return [prefix for prefix in (f"model.layers.{i}." for i in layers) if f"{prefix}eh_proj.weight" in stored]
 
 
 def _is_harmless(name: str, config: DecoderConfig) -> bool:
@@ -103,19 +104,10 @@ def _check_weight(files: WeightFiles, name: str, expected: tuple[int, ...]) -> N
         )
 
 
-def _check_tied_head(files: WeightFiles) -> None:
-    """Raise ValueError if a stored head differs from the embedding: transformers uses it, whatever the config has."""
-    same_shape = files.shape(_LANGUAGE_HEAD) == files.shape(_EMBEDDING)
-    if not same_shape or not _are_equal(files, _LANGUAGE_HEAD, _EMBEDDING):
-        raise ValueError(
-            f'config.json in {files.folder} says "tie_word_embeddings": true, but {_LANGUAGE_HEAD} and {_EMBEDDING} '
-            "differ; set it to false to use the stored head, as transformers does, or remove that weight to use the "
-            "embedding"
-        )
-
-
 def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
-    """Return True if two matrices of one shape hold equal values; few rows of them are in memory at a time."""
+    """Return True if two matrices have one shape and equal values; few rows of them are in memory at a time."""
+    if files.shape(one) != files.shape(other):
+        return False
     rows, columns = files.shape(one)
     for start in range(0, rows, _ROWS_AT_A_TIME):
         box = (start, 0), (min(start + _ROWS_AT_A_TIME, rows), columns)
