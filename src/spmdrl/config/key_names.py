@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from spmdrl.config.given import DEFAULT, Given, find, given_of, inline, leaves, plant, replant, within
-from spmdrl.config.verb_keys import OWN, counterpart, is_read
+from spmdrl.config.verb_keys import counterpart, is_read
 from spmdrl.observability.terminal.spelling import edit_distance, nearest
 
 # Sections of other trainers that say nothing more of a name within; those of a critic, a reference or a validation do.
@@ -128,12 +128,6 @@ def aliases_of_verb(aliases: Mapping[str, Alias], verb: str, keys: Sequence[str]
             kept = alias if alias.verbs == "all" else replace(alias, convert=None, is_relation=False)
             found[name] = replace(kept, key=str(own[name]), here="")
     return found
-
-
-def keys_by_verb(name: str, alias: Alias, keys: Sequence[str]) -> dict[str, str]:
-    """Return the key that a name sets in each verb with a section of its own, if it is another one there."""
-    found = {verb: aliases_of_verb({name: alias}, verb, keys).get(name) for verb in OWN}
-    return {verb: one.key for verb, one in found.items() if one is not None}
 
 
 def convert_aliases(

@@ -10,8 +10,9 @@ from typing import Any
 
 from spmdrl.config.aliases import ADVICE, ALIASES, NEEDLESS
 from spmdrl.config.given import inline
-from spmdrl.config.key_names import Alias, KnownNames, keys_by_verb, spellings_of
+from spmdrl.config.key_names import Alias, KnownNames, aliases_of_verb, spellings_of
 from spmdrl.config.key_schema import Key, adapter, describe, key_groups, own_keys, schema, schema_keys
+from spmdrl.config.verb_keys import OWN
 
 _WIDTH = 110
 _LONGEST_DEFAULT = 60
@@ -109,8 +110,10 @@ def _together(choices: Sequence[str]) -> str:
 def _alias_lines(root: type[Any], name: str, alias: Alias) -> Iterator[str]:
     here = f" ({alias.here})" if alias.here else ""
     yield f"{name}: {alias.origin}'s name for {alias.there}; it sets {alias.key}{here}"
-    for verb, own in keys_by_verb(name, alias, schema_keys(root)).items():
-        yield f"  in {verb} it sets {own}"
+    keys = schema_keys(root)
+    for verb in OWN:
+        if (own := aliases_of_verb({name: alias}, verb, keys).get(name)) is not None:
+            yield f"  in {verb} it sets {own.key}"
     yield ""
     for key in find_keys(root, alias.key):
         yield from _key_lines(key)
