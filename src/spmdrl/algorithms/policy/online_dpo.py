@@ -56,10 +56,11 @@ class OnlineDpo(FromRewards):
         groups, group_B = groups_B.unique(return_inverse=True)
         high_B = _extreme(rewards_B.nan_to_num(-torch.inf), group_B, len(groups), "amax")
         low_B = _extreme(rewards_B.nan_to_num(torch.inf), group_B, len(groups), "amin")
-        signs_B = torch.zeros_like(rewards_B)
+        signs_B, place_B = torch.zeros_like(rewards_B), torch.arange(len(group_B))
         for sign, extreme_B in ((1, high_B), (-1, low_B)):
-            is_first_B = _is_first((rewards_B == extreme_B) & (high_B > low_B), group_B, len(groups))
-            signs_B[is_first_B] = sign
+            is_there_B = (rewards_B == extreme_B) & (high_B > low_B)
+            first_B = _extreme(place_B.where(is_there_B, len(group_B)), group_B, len(groups), "amin")
+            signs_B[is_there_B & (place_B == first_B)] = sign
         return signs_B
 
     def policy_loss(self, terms: TokenTerms, old_logprobs_R: Tensor) -> TokenLoss:
@@ -75,9 +76,3 @@ class OnlineDpo(FromRewards):
 def _extreme(values_B: Tensor, group_B: Tensor, num_groups: int, kind: Literal["amax", "amin"]) -> Tensor:
     """Return at each row its group's largest or smallest value [B]."""
     return values_B.new_zeros(num_groups).scatter_reduce_(0, group_B, values_B, kind, include_self=False)[group_B]
-
-
-def _is_first(is_there_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
-    """Mark the first row of each group among those in `is_there_B` [B]."""
-    place_B = torch.arange(len(group_B))
-    return is_there_B & (_extreme(place_B.where(is_there_B, len(group_B)), group_B, num_groups, "amin") == place_B)
