@@ -92,12 +92,6 @@ def truncate_closed_parts(path: Path, step: int) -> None:
             part.unlink()
 
 
-def truncate_file(path: Path, step: int) -> None:
-    """Drop every line whose step is above `step` from the files of a rank without a writer."""
-    truncate_closed_parts(path, step)
-    truncate_jsonl(path, step)
-
-
 def read_folder(folder: Path) -> Iterator[Iterator[dict[str, Any]]]:
     """Return the lines of each rank's files in order; missing files, broken lines and parts are left out."""
     names = {part.name.split(".")[0] for part in folder.glob("[!.]*.jsonl*")}
@@ -159,7 +153,8 @@ def truncate_other_ranks(run_dir: Path, num_ranks: int, step: int) -> None:
     for path in (run_dir / "timeline").glob("rank_*.jsonl"):
         digits = path.name.removeprefix("rank_").removesuffix(".jsonl")
         if digits.isascii() and digits.isdigit() and int(digits) >= num_ranks:
-            truncate_file(path, step)
+            truncate_closed_parts(path, step)
+            truncate_jsonl(path, step)
 
 
 class Timeline:

@@ -54,13 +54,6 @@ def _model(run: RunData) -> str:
     return "" if size is None else f"{count(size)} parameters"
 
 
-def settings_that_differ(runs: Sequence[RunData]) -> Parts:
-    """Return a table with a row per key whose value differs between runs."""
-    rows = [(key, *values) for key, values in differing([settings_of(run.config) for run in runs]).items()]
-    head = ("key", *(run.name for run in runs))
-    return [Table(head, rows, "Settings that differ")] if rows else []
-
-
 def verdict_of(run: RunData) -> str:
     """Return the summary's verdict; a run without one is still running if its folder is held, else killed."""
     verdict = run.summary.get("verdict")
@@ -74,7 +67,9 @@ def comparison(runs: Sequence[RunData]) -> Parts:
     if len(runs) < 2:
         return []
     note = f"Curves show every run; all other parts show {runs[0].name}."
-    return [Table(COMPARED, compared(runs), note=note), *settings_that_differ(runs)]
+    rows = [(key, *values) for key, values in differing([settings_of(run.config) for run in runs]).items()]
+    settings = Table(("key", *(run.name for run in runs)), rows, "Settings that differ")
+    return [Table(COMPARED, compared(runs), note=note), *([settings] if rows else [])]
 
 
 def compared(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
