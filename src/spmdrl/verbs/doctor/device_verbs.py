@@ -32,7 +32,10 @@ def check_device(run: StageRun) -> None:
     for name, collective in _COLLECTIVES.items():
         run.require(collective(run), f"{name} over {run.world.size} ranks gives wrong values")
     if run.world.size > 1:
-        run.figures["all_reduce_gb_per_second"] = _all_reduce_rate(run, num_bytes)
+        tensor, size = torch.zeros(num_bytes // 4, device=device.torch_device), run.world.size
+        seconds = median_seconds(lambda: dist.all_reduce(tensor), device)
+        # Of a rank's links, as NCCL's tests count: 2 (n - 1) / n of the bytes each way.
+        run.figures["all_reduce_gb_per_second"] = 2 * (size - 1) / size * num_bytes / seconds / _GIGA
 
 
 def _check_copies(run: StageRun, num_bytes: int) -> None:
@@ -141,13 +144,6 @@ def _ring(run: StageRun) -> bool:
 
 def _own(run: StageRun) -> Tensor:
     return torch.full((8,), run.world.rank + 1, device=run.device.torch_device)
-
-
-def _all_reduce_rate(run: StageRun, num_bytes: int) -> float:
-    """Return GB/s of a rank's links, as NCCL's tests count them: 2 (n - 1) / n of the bytes each way."""
-    tensor, size = torch.zeros(num_bytes // 4, device=run.device.torch_device), run.world.size
-    seconds = median_seconds(lambda: dist.all_reduce(tensor), run.device)
-    return 2 * (size - 1) / size * num_bytes / seconds / _GIGA
 
 
 _COLLECTIVES: dict[str, Callable[[StageRun], bool]] = {

@@ -192,7 +192,8 @@ def _run_stage(stage: Stage, check: Check) -> StageVerdict:
             run_to_end(_command(stage, check, Path(folder)), _OFFLINE, stage.limit_seconds)
         except CommandFailed as failed:
             crash, log = _how_it_ended(failed), failed.log
-        outcomes = [RankOutcome.read(path) for path in sorted(Path(folder).glob("rank_*.json"), key=_rank_of)]
+        paths = sorted(Path(folder).glob("rank_*.json"), key=lambda path: int(path.stem.removeprefix("rank_")))
+        outcomes = [RankOutcome.read(path) for path in paths]
     (check.folder / f"{stage.name}.log").write_text(log)
     return verdict_of(stage.name, outcomes, crash=crash, seconds=time.monotonic() - started)
 
@@ -202,10 +203,6 @@ def _command(stage: Stage, check: Check, out: Path) -> list[str]:
     words = ["--kind", check.device["kind"], "--scale", check.scale, "--ranks", str(check.num_ranks), "--out", str(out)]
     jobs = ["--starts-jobs"] if stage.starts_jobs else []
     return [*launcher, "-m", "spmdrl.verbs.doctor.stage_process", stage.function, *words, *jobs]
-
-
-def _rank_of(path: Path) -> int:
-    return int(path.stem.removeprefix("rank_"))
 
 
 def _how_it_ended(failed: CommandFailed) -> str:
