@@ -74,7 +74,7 @@ def test_a_run_shows_its_plan_and_its_report_has_it_beside_what_was_measured(tmp
     [
         ("h1000", "--plan is 'h1000', but must be one of h100, h200, 910b, or a YAML file"),
         ("{memory_gib: 64", "while parsing a flow mapping"),
-        ("{memory: 64}", "unexpected keyword argument 'memory'"),
+        ("{memory: 64}", "there is no memory"),
     ],
 )
 def test_a_device_that_cant_be_planned_for_is_refused_at_once(tmp_path, capsys, device, refusal):

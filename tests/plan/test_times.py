@@ -101,12 +101,31 @@ def test_a_process_that_ends_without_a_result_is_told():
         each_in_a_child(partial(int, "no number"))
 
 
-@pytest.mark.parametrize("text", ["{memory_gib: 8.0}", "{memory_gib: 8.0, kernels: cuda, rates: {training: {}}}", "[]"])
-def test_a_device_file_with_parts_missing_is_refused(tmp_path, text):
+RATE = "{tflops: 1, gib_per_second: 1, launch_us: 1}"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{memory_gib: 8.0}", "it has no kernels"),
+        ("{memory_gib: 8.0, kernels: cuda, rates: {training: {}}}", "it has no rates.training.tflops"),
+        (f"{{memory_gib: 8.0, kernels: cuda, rates: {{training: {RATE}}}}}", "it has no 'generation'"),
+        ("[]", "not a mapping"),
+        ("{memory_gib: 8.0, kernels: CUDA}", "kernels is 'CUDA', but must be one of cpu, cuda"),
+        ("{memory_gib: '8', kernels: cuda}", "memory_gib is '8'"),
+        ("{memory_gib: -8, kernels: cuda}", "memory_gib is -8"),
+        ("{memory_gib: .inf, kernels: cuda}", "memory_gib is inf"),
+        ("{memory_gib: null, kernels: cuda}", "memory_gib is None"),
+        ("{memory_gib: 8, kernels: cuda, overlap: true}", "there is no overlap"),
+        ("{memory_gib: 8, kernels: cuda, links: {node: {gib_per_second: 0}}}", "links.node.gib_per_second is 0"),
+    ],
+)
+def test_a_device_file_with_parts_missing_or_wrong_is_refused(tmp_path, text, says):
     file = tmp_path / "device.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="shows the form"):
+    with pytest.raises(ConfigError, match="shows the form") as caught:
         read_profile(str(file))
+    assert says in str(caught.value)
 
 
 def plan_few_others() -> None:
