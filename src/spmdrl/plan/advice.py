@@ -9,7 +9,10 @@ from itertools import chain
 from typing import Any
 
 from spmdrl.config.config import Config
+from spmdrl.nouns.roles import WorkerState
+from spmdrl.plan.planned_device import NAME
 from spmdrl.plan.run_plan import Plan, PlannedRun, plan_run
+from spmdrl.resources.layout import GenerationLayout
 
 Setting = tuple[str, Any]
 Change = tuple[Setting, ...]
@@ -55,7 +58,7 @@ def advice(plan: Plan, run: PlannedRun, planned: Planned) -> list[Setting]:
 
 def candidates(plan: Plan, run: PlannedRun) -> Iterator[Change]:
     """Yield changes that could help, those that cost least first; milder ones come before others of their kind."""
-    config, kind, layout = run.checked.config, run.device.kernels, run.checked.layout
+    config, layout = run.checked.config, run.checked.layout
     slots = [slot for one in plan.ranks for slot in one.slots]
     too_large = {slot.name for slot in slots if slot.refusal or slot.peak_bytes > run.device.memory_bytes}
     share, is_refused = config.rollout.gpu_memory_utilization, any(slot.refusal for slot in slots)
@@ -67,8 +70,13 @@ def candidates(plan: Plan, run: PlannedRun) -> Iterator[Change]:
         yield (("rollout.kv_cache_gib", None),)
     if "generation" in too_large and not is_refused:
         yield from ((("rollout.gpu_memory_utilization", less),) for less in _SHARES if less < share)
-    if too_large - _GENERATION:
-        tokens, longest = config.train.tokens_per_microbatch(kind), run.lengths.prompt + run.lengths.response
+    judge, num_ranks = config.reward.judge, run.launch.world_size
+    if judge is not None and WorkerState.JUDGE.value in too_large:
+        yield (("reward.judge.kv_cache_gib", judge.kv_cache_gib / 4),)
+        for tensor in _multiples(run.checked.judge_layout.tensor, num_ranks):
+            yield (("reward.judge.layout.tensor", tensor),)
+    if too_large - _GENERATION - {WorkerState.JUDGE.value}:
+        tokens, longest = config.train.tokens_per_microbatch(NAME), run.lengths.prompt + run.lengths.response
         while tokens // 2 >= longest:
             tokens //= 2
             yield (("train.max_tokens_per_microbatch", tokens),)
@@ -76,16 +84,28 @@ def candidates(plan: Plan, run: PlannedRun) -> Iterator[Change]:
             yield (("train.activation_checkpointing", "full"),)
         degrees = {"data": layout.data, "shard": layout.shard, "tensor": layout.tensor}
         for less, more in (("data", "shard"), ("shard", "tensor")):
-            while degrees[less] % 2 == 0:
-                degrees |= {less: degrees[less] // 2, more: degrees[more] * 2}
+            while (factor := _smallest_factor(degrees[less])) > 1:
+                degrees |= {less: degrees[less] // factor, more: degrees[more] * factor}
                 yield tuple(
                     (f"resources.update.{name}", degree)
                     for name, degree in degrees.items() if degree != getattr(config.resources.update, name)
                 )  # fmt: skip
     if too_large & _GENERATION:
-        tensor = config.resources.generation.tensor
-        while run.launch.world_size % (tensor := tensor * 2) == 0:
+        num_generating = len(run.checked.sets_of(num_ranks)[1])
+        for tensor in _multiples(config.resources.generation.tensor, num_generating):
             yield (("resources.generation.tensor", tensor),)
+
+
+def _multiples(degree: int, num_ranks: int) -> Iterator[int]:
+    """Yield higher degrees that cut so many ranks evenly, each a multiple of the one before."""
+    while (factor := _smallest_factor(num_ranks // degree)) > 1:
+        degree *= factor
+        yield degree
+
+
+def _smallest_factor(number: int) -> int:
+    """Return the smallest prime factor; 1 of 1."""
+    return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
 
 
 def with_settings(config: Config, settings: Sequence[Setting]) -> Config:
@@ -101,7 +121,8 @@ def settings_text(settings: Sequence[Setting]) -> str:
 
 
 def _with(section: Any, names: Sequence[str], value: Any) -> Any:
-    first, *rest = names
+    # A judge's layout is the only section that may be missing.
+    section, (first, *rest) = GenerationLayout() if section is None else section, names
     return replace(section, **{first: _with(getattr(section, first), rest, value) if rest else value})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -44,8 +45,8 @@ class Alternative:
 def better_layouts(run: PlannedRun, planned: Planned) -> list[Alternative]:
     """Return layouts, the fastest first: of updates, then, with the fastest of these, of generation and sets of ranks.
 
-    Those whose weights and optimizer alone don't fit are left out, and of the others the ones that cut a model least
-    are planned.
+    A run with sets of ranks is planned without them, too. Layouts whose weights and optimizer alone don't fit are left
+    out, and of the others the ones that cut a model least are planned.
     """
     config, found = run.checked.config, list[Alternative]()
 
@@ -97,8 +98,8 @@ def _degrees(run: PlannedRun) -> Iterator[int]:
 
 
 def _update_layouts(run: PlannedRun) -> Iterator[list[Setting]]:
-    """Yield layouts of updates on all ranks, those that cut layers least first."""
-    decoder, num_ranks = run.sources[POLICY].decoder, run.launch.world_size
+    """Yield layouts of updates on the ranks that train, those that cut layers least first."""
+    decoder, num_ranks = run.sources[POLICY].decoder, run.checked.layout.num_ranks
     powers = [1 << power for power in range(num_ranks.bit_length()) if num_ranks % (1 << power) == 0]
     experts = [1] if decoder.moe is None else [one for one in powers if decoder.moe.num_experts % one == 0]
     cuts = product(powers, (one for one in powers if one <= decoder.num_layers), experts)
@@ -116,14 +117,16 @@ def _update_layouts(run: PlannedRun) -> Iterator[list[Setting]]:
 
 def _rank_sets(run: PlannedRun, best: list[Setting]) -> Iterator[list[Setting]]:
     """Yield sets of ranks that generate the next step's rows, beside updates under the best degrees on the others."""
-    num_ranks, layout = run.launch.world_size, run.checked.layout
-    degrees = {f"resources.update.{name}": getattr(layout, name) for name in ("pipeline", "tensor")} | dict(best)
-    for generating in (num_ranks // 2, num_ranks // 4):
-        cut = degrees["resources.update.pipeline"] * degrees["resources.update.tensor"]
+    num_ranks, layout, rollout = run.launch.world_size, run.checked.layout, run.checked.config.rollout
+    names = ("pipeline", "context", "tensor")
+    degrees = {f"resources.update.{name}": getattr(layout, name) for name in names} | dict(best)
+    cut, own = math.prod(degrees[f"resources.update.{name}"] for name in names), run.checked.config.resources.ranks
+    for generating in dict.fromkeys((num_ranks // 2, num_ranks // 4, 0)):
         shard, rest = divmod(num_ranks - generating, cut)
-        if generating and shard and not rest:
+        if shard and not rest and generating != own.generation:
             sets = {"resources.update.data": 1, "resources.update.shard": shard, "resources.update.expert": 1}
-            yield [*(degrees | sets).items(), ("resources.ranks.generation", generating), ("rollout.lag", 1)]
+            lag = max(rollout.lag, 1) if generating else 0
+            yield [*(degrees | sets).items(), ("resources.ranks.generation", generating), ("rollout.lag", lag)]
 
 
 def on_more_nodes(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment], PlannedRun]) -> Iterator[Plan]:
@@ -131,9 +134,11 @@ def on_more_nodes(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment]
     config, layout, launch = run.checked.config, run.checked.layout, run.launch
     times = 1
     while times * launch.world_size <= MOST_DEVICES:
+        own = ((f"{role.section}.layout", cut) for role, cut in run.checked.own_layouts.items())
+        layouts = [("resources.update", layout), *own]
         settings: list[Setting] = [
-            ("resources.update.data", layout.data * times),
-            ("resources.update.shard", layout.shard),
+            *((f"{key}.data", cut.data * times) for key, cut in layouts),
+            *((f"{key}.shard", cut.shard) for key, cut in layouts),
             ("rollout.prompts_per_step", config.rollout.prompts_per_step * times),
             ("resources.ranks.generation", config.resources.ranks.generation * times),
         ]
