@@ -188,6 +188,8 @@ def test_a_dry_run_of_every_pass_needs_what_the_plan_of_some_says(tmp_path, sche
         (["--ranks", "6", "--nodes", "4"], "isn't a multiple"),
         (["--device"], "--device has no value"),
         (["--prompt-length", "0"], "must be a whole number"),
+        (["--calibrate", "here.yaml", "--search"], "--search is of a plan"),
+        (["--calibrate", "here.yaml", "--response-length", "5"], "--response-length is of a plan"),
     ],
 )
 def test_flags_are_refused_by_name(arguments, says):

@@ -229,6 +229,8 @@ def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     numbers, rest = take_numbers(rest, ("--prompt-length", "--response-length"))
     own = ("--rank",) if is_dry_run else ("--calibrate", "--picture")
     texts, rest = take_texts(rest, ("--device", "--sizes", "--json", *own))
+    if others := {*texts, *numbers, *flags} - {"--calibrate"} if "--calibrate" in texts else set():
+        raise ConfigError(f"{min(others)} is of a plan, and --calibrate runs jobs here instead; leave one of them out")
     rank = texts.get("--rank", "0")
     if not rank.isdecimal():
         raise ConfigError(f"--rank is {rank!r}, but must be a rank, as in --rank 0")

@@ -15,18 +15,20 @@ from spmdrl.dataflow.resharding.planning.slice_layouts import (
     parameter_table,
     update_slices,
 )
+from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.engines.training.assignment import layer_spans, stage_ranks
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.estimates import rank_bytes
-from spmdrl.nouns.roles import POLICY, Role
+from spmdrl.nouns.roles import Role, WorkerState
 from spmdrl.plan.account import Account, Span
 from spmdrl.plan.planned_device import NAME, alone_in, planned_device
 from spmdrl.plan.planned_rows import RowLengths
-from spmdrl.plan.traced_generation import NoRoom, trace_generation
+from spmdrl.plan.traced_generation import NoRoom, PlannedGenerator, trace_generation
 from spmdrl.plan.traced_rank import RankTrace, TracedRank
+from spmdrl.resources.layout import UpdateLayout
 from spmdrl.runtime.launch import LaunchEnvironment
 
 SWITCH = "switch"
@@ -73,26 +75,30 @@ class RankPlan:
 
 
 def rank_classes(checked: CheckedRun, sources: Mapping[Role, ModelSource], num_ranks: int) -> list[list[int]]:
-    """Return ranks by the layers that they train and by whether they generate.
+    """Return ranks by the layers of each model that they hold and by whether they generate.
 
     The first of each has most elements: cuts that aren't even leave the last ranks less.
     """
     training, generating = checked.sets_of(num_ranks)
-    table = parameter_table(sources[POLICY].decoder)
-    layout = checked.layout
-    spans = layer_spans(table.num_layers, layout.pipeline * layout.pipeline_chunks)
-    mixers, moe = sources[POLICY].decoder.mixers, sources[POLICY].decoder.moe
+    cut = [(checked.layout_of(role), source.decoder) for role, source in sources.items() if role.engine == "training"]
+    stages = [(layout.num_ranks // layout.pipeline, _stage_kinds(layout, decoder)) for layout, decoder in cut]
     classes: dict[tuple[object, ...], list[int]] = {}
     for rank in range(num_ranks):
-        key: tuple[object, ...] = (rank in generating,)
-        if rank in training:
-            pipeline = rank // (layout.num_ranks // layout.pipeline)
-            held = [span for span, holder in zip(spans, stage_ranks(layout), strict=True) if holder == pipeline]
-            layers = [layer for span in held for layer in range(span.first, span.stop)]
-            kinds = Counter((mixers[layer], moe is None or layer in moe.dense_layers) for layer in layers)
-            key += (*sorted(map(str, kinds.items())), *((span.embeds, span.heads) for span in held))
-        classes.setdefault(key, []).append(rank)
+        held = [kinds[rank // ranks_each] for ranks_each, kinds in stages] if rank in training else []
+        classes.setdefault((rank in generating, *held), []).append(rank)
     return list(classes.values())
+
+
+def _stage_kinds(layout: UpdateLayout, decoder: DecoderConfig) -> list[str]:
+    """Return the kinds of layers that each stage of a pipeline holds, and the ends of the model."""
+    kinds, mixers, moe = list[str](), decoder.mixers, decoder.moe
+    spans = layer_spans(decoder.num_layers, layout.pipeline * layout.pipeline_chunks)
+    for stage in range(layout.pipeline):
+        held = [span for span, holder in zip(spans, stage_ranks(layout), strict=True) if holder == stage]
+        layers = [layer for span in held for layer in range(span.first, span.stop)]
+        found = Counter(str((mixers[layer], moe is None or layer in moe.dense_layers)) for layer in layers)
+        kinds.append(str((sorted(found.items()), [(span.embeds, span.heads) for span in held])))
+    return kinds
 
 
 def swaps(
@@ -102,7 +108,8 @@ def swaps(
     mode, rollout = checked.config.reshard.swap, checked.config.rollout
     if mode != "auto" or checked.config.resources.ranks.generation:
         return mode == "always" and not checked.config.resources.ranks.generation
-    owners = rank_bytes(checked, {role: source.decoder for role, source in sources.items()}, launch, NAME)
+    trained = {role: source.decoder for role, source in sources.items() if role.engine == "training"}
+    owners = rank_bytes(checked, trained, launch, NAME)
     generation = sum(owners.pop(owner, 0) for owner in ("generation_weights", "kv_cache"))
     gradients = owners.pop("gradients", 0)
     needed = sum(owners.values()) + max(gradients, generation + checked.config.reshard.bucket_bytes)
@@ -130,18 +137,13 @@ class GenerationTrace:
 
 
 def trace_generating(
-    checked: CheckedRun, source: ModelSource, launch: LaunchEnvironment, lengths: RowLengths, *, total_bytes: int,
-    kept_bytes: int,
-) -> GenerationTrace | None:  # fmt: skip
-    """Trace the generation of one rank, beside `kept_bytes` on its device; None without the native engine."""
-    if generation_engine_name(checked.config.rollout, NAME) != "native":
-        return None
+    planned: PlannedGenerator, launch: LaunchEnvironment, *, total_bytes: int, kept_bytes: int
+) -> GenerationTrace:  # fmt: skip
+    """Trace the generation of one rank, beside `kept_bytes` on its device."""
     account = Account()
     with alone_in(launch) as world, planned_device(account):
         try:
-            held, span = trace_generation(
-                checked, source, world, account, lengths, total_bytes=total_bytes, kept_bytes=kept_bytes
-            )
+            held, span = trace_generation(planned, world, account, total_bytes=total_bytes, kept_bytes=kept_bytes)
         except NoRoom as error:
             return GenerationTrace(account.held, Span(), str(error))
     return GenerationTrace(held, span)
@@ -158,8 +160,10 @@ class Shared:
 
     @classmethod
     def of(cls, checked: CheckedRun, source: ModelSource, launch: LaunchEnvironment) -> Shared:
-        """Return those of a rank that trains and generates with the native engine."""
+        """Return those of a rank that trains and generates; vLLM shares none."""
         lora, layout = source.decoder.lora, checked.config.resources.generation
+        if generation_engine_name(checked.config.rollout, NAME) == "vllm":
+            return cls()
         training, generating = checked.sets_of(launch.world_size)
         dtype = compute_dtype(checked.config.model, NAME)
         # Trained weights are in float32.
@@ -177,12 +181,14 @@ class Shared:
 
 
 def slots_of(
-    checked: CheckedRun, traced: RankTrace, generation: GenerationTrace | None, shared: Shared, *, is_swapped: bool
-) -> Iterator[SlotPlan]:
+    checked: CheckedRun, traced: RankTrace, generation: GenerationTrace | None, judge: GenerationTrace | None,
+    shared: Shared, *, is_swapped: bool,
+) -> Iterator[SlotPlan]:  # fmt: skip
     """Yield the parts of a rank's step in order, each with what is present in it."""
     held = Counter(traced.held)
     frozen = {role.weights for role in checked.roles if role.presence == "stage"}
     training = Counter({owner: size for owner, size in held.items() if owner not in frozen})
+    engine, kept = Counter[str](), Counter({"generation_weights": shared.kept})
     if generation is not None:
         engine = Counter(generation.held)
         if not is_swapped:
@@ -193,10 +199,15 @@ def slots_of(
             yield SlotPlan(SWITCH, (max(training, woken, key=Counter.total) if is_swapped else held + woken) + bucket)
         present = engine + generation.span.owners + (Counter() if is_swapped else held)
         yield SlotPlan("generation", present, generation.span, refusal=generation.refusal)
+    if judge is not None:
+        present = judge.span.owners + Counter(judge.held) + (training if is_swapped else held) + kept
+        yield SlotPlan(WorkerState.JUDGE.value, present, judge.span, refusal=judge.refusal)
+    # As `build_portions` decides.
+    waits = not is_swapped and checked.config.resources.generation.expert == 1
+    beside = {slot.state for slot in checked.slots if waits and slot.beside is WorkerState.GENERATION}
     for state, slot in traced.slots.items():
         own = Counter({owner: held[owner] for owner in frozen & {slot.role.weights}})
-        kept = Counter({"generation_weights": shared.kept})
-        present = (training + own if is_swapped else held) + slot.span.owners + kept
+        present = (training + own if is_swapped else held) + slot.span.owners + (engine if state in beside else kept)
         repeats = slot.num_passes // max(slot.num_together, 1)
         yield SlotPlan(
             state.value, present, slot.span, slot.num_passes, slot.num_traced, num_repeats=repeats, bubble=slot.bubble

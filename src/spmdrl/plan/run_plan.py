@@ -16,8 +16,9 @@ import torch
 
 from spmdrl.dataflow.samples.volume import Link
 from spmdrl.job.model.model_source import ModelSource
+from spmdrl.job.model.replica import generation_engine_name
 from spmdrl.job.start.checked_run import CheckedRun
-from spmdrl.nouns.roles import POLICY, Role
+from spmdrl.nouns.roles import JUDGE, POLICY, Role
 from spmdrl.observability.terminal.units import bytes_text
 from spmdrl.plan.account import Span
 from spmdrl.plan.device_profile import DeviceProfile
@@ -37,8 +38,14 @@ from spmdrl.plan.rank_plan import (
 )
 from spmdrl.plan.resharding_bytes import ReshardingBytes, resharding_bytes
 from spmdrl.plan.slot_times import Moved, StepTimes, bytes_sent, step_times
+from spmdrl.plan.traced_generation import PlannedGenerator
 from spmdrl.plan.traced_rank import RankTrace, extended
 from spmdrl.runtime.launch import LaunchEnvironment
+
+_AS_NATIVE = (
+    "NOTE: generation is planned as the native engine's; the run's is vLLM, which takes the same weights and share of "
+    "memory, but other times"
+)
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,17 @@ class Plan:
     seconds: float
     """time that planning took"""
     times: StepTimes | None
-    """None for a device without rates"""
+    """None for a device without rates, and for a run that would be refused"""
+    notes: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
-        refused = any(slot.refusal for one in self.ranks for slot in one.slots)
-        return not refused and self.ranks[0].fullest.peak_bytes <= self.device.memory_bytes
+        return not self.refusals and self.ranks[0].fullest.peak_bytes <= self.device.memory_bytes
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Reasons why a run would stop, by the part of a step."""
+        return {slot.name: slot.refusal for one in self.ranks for slot in one.slots if slot.refusal}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -85,6 +97,8 @@ class Plan:
                 for one in self.ranks
             ],
             "bytes_by_link": self.bytes_by_link,
+            "refusals": self.refusals,
+            "notes": list(self.notes),
             **({} if self.times is None else vars(self.times)),
         }
 
@@ -129,6 +143,7 @@ class Plan:
         )
         if self.times is not None:
             yield from self.times.lines()
+        yield from self.notes
         yield f"planned in {self.seconds:.1f} s"
 
 
@@ -162,41 +177,48 @@ def _planned(run: PlannedRun, classes: Sequence[list[int]], *, is_whole: bool) -
     def trace(rank: int, more_passes: int | None) -> RankTrace:
         return trace_rank(checked, run.sources, run.of_rank(rank), run.lengths, more_passes=more_passes)
 
-    def generate(kept_bytes: int) -> GenerationTrace | None:
-        source, first = run.sources[POLICY], run.of_rank(generating[0])
+    def generate(planned: PlannedGenerator, kept_bytes: int) -> GenerationTrace:
         return trace_generating(
-            checked, source, first, run.lengths, total_bytes=total_bytes, kept_bytes=kept_bytes
+            planned, run.of_rank(planned.ranks[0]), total_bytes=total_bytes, kept_bytes=kept_bytes
         )  # fmt: skip
 
     decoders = {role: source.decoder for role, source in run.sources.items()}
     lengths = PlannedLengths(run.lengths.prompt, run.lengths.response)
     is_swapped = swaps(checked, run.sources, run.launch, total_bytes)
-    counts = [None] if is_whole else [1, 0]
+    counts, given = [None] if is_whole else [1, 0], (run.lengths, run.launch.world_size)
+    policy = PlannedGenerator.policy(checked, run.sources[POLICY], *given)
+    judges = [PlannedGenerator.judge(checked, run.sources[JUDGE], *given)] if JUDGE in run.sources else []
     # Longer ones first. Beside training state that stays, the cache waits for what that takes.
     flow, switch, *found = each_in_a_child(
         partial(sample_flow_bytes, checked, decoders[POLICY], run.launch, lengths),
         partial(resharding_bytes, checked, decoders, run.launch, NAME),
-        *([partial(generate, 0)] if is_swapped else []),
+        *(partial(generate, one, 0) for one in ([policy] if is_swapped else []) + judges),
         *(partial(trace, alike[0], more) for more in counts for alike in classes),
     )
     generation = found.pop(0) if is_swapped else None
+    judge = found.pop(0) if judges else None
     traces = found if is_whole else list(map(extended, found[len(classes) :], found))
     if not is_swapped:
         # The cache is as large as on the rank with the least room.
         kept = [sum(one.held.values()) for one, alike in zip(traces, classes, strict=True) if alike[0] in generating]
-        (generation,) = each_in_a_child(partial(generate, max(kept, default=0)))
+        (generation,) = each_in_a_child(partial(generate, policy, max(kept, default=0)))
     ranks = []
     for traced, alike in zip(traces, classes, strict=True):
         own = generation if alike[0] in generating else None
         shared = Shared() if own is None else Shared.of(checked, run.sources[POLICY], run.of_rank(alike[0]))
-        slots = list(slots_of(checked, traced, own, shared, is_swapped=is_swapped))
+        slots = list(slots_of(checked, traced, own, judge, shared, is_swapped=is_swapped))
         ranks.append(RankPlan(alike[0], sorted(alike), slots))
     ranks.sort(key=lambda one: -one.fullest.peak_bytes)
     times = step_times(checked, ranks, Moved(flow, switch, is_swapped), run.device, run.launch, run.lengths)
+    is_vllm = generation_engine_name(checked.config.rollout, NAME) == "vllm"
     # Of one rank, those of the others aren't known.
     sent = bytes_sent(ranks, run.launch.local_world_size) if sum(map(len, classes)) == run.launch.world_size else {}
     seconds = time.perf_counter() - started
-    return Plan(run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, sent, seconds, times)
+    plan = Plan(
+        run.device, run.lengths, run.launch.world_size, ranks, flow, switch, is_swapped, sent, seconds, times,
+        [_AS_NATIVE] if is_vllm else [],
+    )  # fmt: skip
+    return replace(plan, times=None) if plan.refusals else plan
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,8 @@ def seconds_of_messages(
 
 def kind_of(slot: SlotPlan) -> str:
     """Return the kind of work of a worker state."""
-    if slot.name == GENERATION:
-        return GENERATION
     state = next(state for state in WorkerState if state.value == slot.name)
-    return TRAINING if state.work == "train" else SCORING
+    return {"generate": GENERATION, "train": TRAINING}.get(state.work or "", SCORING)
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,22 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from spmdrl.dataflow.samples.balancing.balance import most_groups_each
 from spmdrl.engines.generation.native.native_engine import NativeEngine
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
 from spmdrl.engines.generation.protocol import Request
 from spmdrl.engines.models.hf.model_folder import compute_dtype
 from spmdrl.job.model.model_source import ModelSource
-from spmdrl.job.model.replica import engine_decoder
+from spmdrl.job.model.replica import engine_decoder, generation_engine_name
 from spmdrl.job.start.checked_run import CheckedRun
+from spmdrl.nouns.roles import JUDGE
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.plan.account import TRANSIENT, Account, Message, Span, Work
-from spmdrl.plan.planned_device import set_memory
+from spmdrl.plan.planned_device import NAME, set_memory
 from spmdrl.plan.planned_rows import RowLengths
+from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.mesh import build_generation_mesh
 from spmdrl.resources.world import World
 
@@ -25,49 +29,84 @@ from spmdrl.resources.world import World
 _MOST_STEPS = 3
 
 
+@dataclass(frozen=True)
+class PlannedGenerator:
+    """A model that generates rows of a step, and the ranks that it does so on."""
+
+    source: ModelSource
+    rollout: RolloutConfig
+    layout: GenerationLayout
+    ranks: range
+    dtype: torch.dtype
+    lengths: RowLengths
+    weights: str = "generation_weights"
+    """owner of its weights"""
+    records_routing: bool = False
+
+    @classmethod
+    def policy(cls, checked: CheckedRun, source: ModelSource, lengths: RowLengths, num_ranks: int) -> PlannedGenerator:
+        config, (_, ranks) = checked.config, checked.sets_of(num_ranks)
+        records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
+        if generation_engine_name(config.rollout, NAME) == "vllm":
+            # It gets whole weights, into which adapters are merged.
+            source = replace(source, decoder=replace(source.decoder, lora=None))
+        layout, dtype = config.resources.generation, compute_dtype(config.model, NAME)
+        rollout = replace(config.rollout, engine_kwargs={}, cuda_graphs=False)
+        return cls(source, rollout, layout, ranks, dtype, lengths, records_routing=records)
+
+    @classmethod
+    def judge(cls, checked: CheckedRun, source: ModelSource, lengths: RowLengths, num_ranks: int) -> PlannedGenerator:
+        """Return the judge, whose questions are taken to have the tokens of a row."""
+        rollout, judge = checked.config.rollout, checked.config.reward.judge
+        assert judge is not None, "the run has no judge"
+        one_each = replace(
+            rollout, prompts_per_step=rollout.prompts_per_step * rollout.num_generations, num_generations=1, stop=(),
+            temperature=0.0, partial_max_rounds=1, partial_extra_prompts=None, max_completion_length=judge.max_tokens,
+            kv_cache_gib=judge.kv_cache_gib, engine_kwargs={}, cuda_graphs=False,
+        )  # fmt: skip
+        question = min(lengths.prompt + lengths.response, source.decoder.max_positions - judge.max_tokens)
+        asked, dtype = RowLengths(question, judge.max_tokens), compute_dtype(checked.config.model, NAME)
+        return cls(source, one_each, checked.judge_layout, range(num_ranks), dtype, asked, weights=JUDGE.weights)
+
+
 def trace_generation(
-    checked: CheckedRun, source: ModelSource, world: World, account: Account, lengths: RowLengths, *,
-    total_bytes: int, kept_bytes: int,
+    planned: PlannedGenerator, world: World, account: Account, *, total_bytes: int, kept_bytes: int
 ) -> tuple[Counter[str], Span]:  # fmt: skip
     """Wake the native engine of a rank that generates beside `kept_bytes` of other owners, and run its first steps.
 
     Returns the bytes that it holds, by owner, and what its first steps need with the work of all. Raises NoRoom.
     """
-    config = checked.config
-    _, generating = checked.sets_of(world.size)
-    layout = config.resources.generation
-    layout = replace(layout, tensor_stride=layout.tensor_stride or 1)
-    mesh = build_generation_mesh(layout, world.device, len(generating), world.rank, first=generating[0])
-    dtype = compute_dtype(config.model, world.device.kind)
-    records = config.train.routing.replay == "rollout" and source.decoder.moe is not None
-    with account.own("generation_weights"):
+    source, rollout, lengths = planned.source, planned.rollout, planned.lengths
+    layout = replace(planned.layout, tensor_stride=planned.layout.tensor_stride or 1)
+    mesh = build_generation_mesh(layout, world.device, len(planned.ranks), world.rank, first=planned.ranks[0])
+    with account.own(planned.weights):
         engine = NativeEngine(
-            engine_decoder(source), config.rollout, world.device.torch_device, dtype, mesh=mesh,
-            recorder=ChoiceRecorder() if records else None,
+            engine_decoder(source), rollout, world.device.torch_device, planned.dtype, mesh=mesh,
+            recorder=ChoiceRecorder() if planned.records_routing else None,
         )  # fmt: skip
         engine.wake_weights()
-    num_groups = most_groups_each(config.rollout.prompts_per_step + config.rollout.extra_prompts, len(mesh.replicas))
-    asked = PlannedRequests(config.rollout, lengths, source.decoder.vocab_size)
-    set_memory(total_bytes - kept_bytes - account.held["generation_weights"], total_bytes)
+    num_groups = most_groups_each(rollout.prompts_per_step + rollout.extra_prompts, len(mesh.replicas))
+    asked = PlannedRequests(rollout, lengths, source.decoder.vocab_size)
+    set_memory(total_bytes - kept_bytes - account.held[planned.weights], total_bytes)
     with account.own("kv_cache"):
         try:
             engine.wake_cache()
-            engine.submit(asked.of(range(min(num_groups, config.rollout.max_running_rows))))
+            engine.submit(asked.of(range(min(num_groups, rollout.max_running_rows))))
         except ValueError as error:
             raise NoRoom(str(error)) from error
-    held = Counter({owner: account.held[owner] for owner in ("generation_weights", "kv_cache")})
+    held = Counter({owner: account.held[owner] for owner in (planned.weights, "kv_cache")})
     with account.span(lambda owner: owner not in TRANSIENT) as span:
         for _ in range(_MOST_STEPS):
             engine.step()
         engine.abort()
-    num_rows = config.rollout.prompts_per_step * config.rollout.num_generations / len(mesh.replicas)
+    num_rows = rollout.prompts_per_step * rollout.num_generations / len(mesh.replicas)
     # Rows have half of their responses on average.
     half = max(lengths.response // 2, 1)
-    shorter = replace(config.rollout, kv_cache_gib=None, max_completion_length=half)
-    other = NativeEngine(engine_decoder(source), shorter, world.device.torch_device, dtype, mesh=mesh)
-    size = config.rollout.num_generations
+    shorter = replace(rollout, kv_cache_gib=None, max_completion_length=half)
+    other = NativeEngine(engine_decoder(source), shorter, world.device.torch_device, planned.dtype, mesh=mesh)
+    size = rollout.num_generations
     of_group = other.cache_bytes_for(num_groups=1, group_size=size, num_tokens=lengths.prompt + half)
-    most_rows = min(num_rows, config.rollout.max_running_rows, max(held["kv_cache"] * size // of_group, 1))
+    most_rows = min(num_rows, rollout.max_running_rows, max(held["kv_cache"] * size // of_group, 1))
     span.work, span.messages = _all_steps(engine, asked, account, num_rows, most_rows)
     return held, span
 

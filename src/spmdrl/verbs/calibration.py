@@ -98,7 +98,7 @@ def calibrate(config: Config, family: str, num_ranks: int, file: Path) -> int:
     kind = "accelerator" if config.resources.device != "cpu" and torch.accelerator.is_available() else "cpu"
     settings = [
         f"model.make.model_type={family}", f"model.dtype={config.model.dtype}",
-        f"resources.device={config.resources.device}",
+        f"resources.device={'cpu' if kind == 'cpu' else config.resources.device}", "rollout.engine=native",
     ]  # fmt: skip
     parts: list[TimedPart] = []
     hosts: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ def main(
     `sizes` is a folder with the config.json of a model that stands for the config's. Rows have the longest prompts and
     responses that the config allows, unless other lengths are given.
     """
+    _check_folders(device_file, json_file, picture)
     if device_file is not None:
         return calibrate(
             loaded.value, family_of(loaded.value, sizes), (planned or LaunchEnvironment()).world_size, device_file
@@ -90,15 +92,18 @@ def _scale(run: PlannedRun, planned: Callable[[Config, LaunchEnvironment], Plann
     show("   nodes  devices   tokens/s/device  linearity  step")
     with waiting("planning more nodes"):
         for plan in on_more_nodes(run, planned):
-            assert plan.times is not None, "the device has rates"
+            nodes, devices = plan.num_ranks // run.launch.local_world_size, plan.num_ranks
+            if plan.times is None:
+                show(f"{nodes:8}{devices:9}  would be refused: {'; '.join(plan.refusals.values())}")
+                continue
             rate, seconds = plan.times.tokens_per_second_per_device, plan.times.step_seconds
             linearity = rate / (rows[0]["tokens_per_second_per_device"] if rows else rate)
-            nodes, devices = plan.num_ranks // run.launch.local_world_size, plan.num_ranks
             rows.append({
-                "nodes": nodes, "devices": devices, "tokens_per_second_per_device": rate,
+                "nodes": nodes, "devices": devices, "fits": plan.fits, "tokens_per_second_per_device": rate,
                 "linearity": linearity, "step_seconds": seconds,
             })  # fmt: skip
-            show(f"{nodes:8}{devices:9}{rate:18.4g}{linearity:11.3f}  {time_text(seconds)}")
+            unfit = "" if plan.fits else ", but doesn't fit"
+            show(f"{nodes:8}{devices:9}{rate:18.4g}{linearity:11.3f}  {time_text(seconds)}{unfit}")
     return rows
 
 
@@ -110,6 +115,7 @@ def dry_run(
 
     Returns 1 if it doesn't fit.
     """
+    _check_folders(json_file)
     run = planned_run(loaded, planned, device, prompt_length, response_length, sizes)
     if not 0 <= rank < run.launch.world_size:
         raise ConfigError(f"--rank is {rank}, but the job has ranks 0 to {run.launch.world_size - 1}")
@@ -118,6 +124,13 @@ def dry_run(
     show("\n".join(found.lines()))
     _write(json_file, found.to_json())
     return int(not found.whole.fits)
+
+
+def _check_folders(*files: Path | None) -> None:
+    """Refuse files that couldn't be written, before the minutes that they take to make."""
+    for file in filter(None, files):
+        if file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"{file} can't be written: name a file in a folder that exists and can be written to")
 
 
 def _write(file: Path | None, found: dict[str, Any]) -> None:

@@ -61,16 +61,21 @@ def build_replica(
     Only `members` generate, by default all ranks; the others get an idle engine.
     """
     is_vllm = generation_engine_name(config.rollout, world.device.kind) == "vllm"
-    if is_vllm:
-        check_vllm(config)
-        check_vllm_on(config, range(world.size) if members is None else members.ranks, world.size)
-        check_vllm_computes(source.folder, source.decoder)
     ranks = range(world.size) if members is None else members.ranks
+    if is_vllm:
+        check_vllm_generates(config, source, ranks, world.size)
     mesh = build_generation_mesh(layout, world.device, len(ranks), world.rank, first=ranks[0])
     if world.rank not in ranks:
         return Replica(IdleEngine(parameter_shapes(engine_decoder(source))), mesh)
     build = _vllm_engine if is_vllm else _native_engine
     return Replica(build(config, source, world, mesh), mesh)
+
+
+def check_vllm_generates(config: Config, source: ModelSource, ranks: Sequence[int], num_ranks: int) -> None:
+    """Refuse options, rank sets and models that vLLM doesn't support. Raises ValueError."""
+    check_vllm(config)
+    check_vllm_on(config, ranks, num_ranks)
+    check_vllm_computes(source.folder, source.decoder)
 
 
 def build_policys_replica(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from spmdrl.engines.parallel.tensor_parallel import check_tensor_parallel
 from spmdrl.engines.training.parallelize import check_layout
 from spmdrl.engines.training.routers import check_routing
 from spmdrl.job.start.checked_run import TRAINED, CheckedRun, Verb
-from spmdrl.nouns.roles import ROLES, Role
+from spmdrl.nouns.roles import POLICY, ROLES, Role
 from spmdrl.nouns.settings.model_sizes import ClampedGate
 from spmdrl.observability.trackers import check_backends
 from spmdrl.resources.device import find_device
@@ -50,7 +50,7 @@ def check_model_fits(config: Config, decoder: DecoderConfig, layout: UpdateLayou
     check_recomputing(config, layout)
 
 
-def check_role_fits(checked: CheckedRun, role: Role, decoder: DecoderConfig) -> None:
+def _check_role_fits(checked: CheckedRun, role: Role, decoder: DecoderConfig) -> None:
     """Refuse a model beside the policy that its layout can't cut. Raises ValueError."""
     layout, key = checked.layout_of(role), checked.layout_key(role)
     try:
@@ -61,6 +61,15 @@ def check_role_fits(checked: CheckedRun, role: Role, decoder: DecoderConfig) -> 
         raise ValueError(f"for the {role.name}: {error}, or set {role.section}.layout") from None
     if role.is_trained:
         check_recomputing(checked.config, layout, key)
+
+
+def check_models_beside(checked: CheckedRun, decoders: Mapping[Role, DecoderConfig]) -> None:
+    """Refuse models beside the policy that their layouts can't cut. Raises ValueError."""
+    for role, decoder in decoders.items():
+        if role.engine == "generation":
+            check_generation_cuts(decoder, checked.judge_layout, f"{role.section}.layout")
+        elif role is not POLICY:
+            _check_role_fits(checked, role, decoder)
 
 
 def check_recomputing(config: Config, layout: UpdateLayout, key: str = "resources.update") -> None:
@@ -220,8 +229,10 @@ def checked_layout(config: Config, verb: Verb, launch: LaunchEnvironment, *, is_
     device = find_device(config.resources.device, launch.device_index) if is_here else None
     if (decoder := decoder_at_hand(config)) is not None:
         check_generation_cuts(decoder, config.resources.generation)
-        if device is not None and config.rollout.engine != "vllm":
-            wants_graphs(config.rollout, decoder, config.resources.generation, device.torch_device)
+        if config.rollout.engine != "vllm":
+            wants_graphs(
+                config.rollout, decoder, config.resources.generation, None if device is None else device.torch_device
+            )
         if is_trained:
             check_model_fits(config, decoder, layout)
     if config.debug.batch_invariant:

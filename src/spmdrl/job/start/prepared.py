@@ -36,7 +36,12 @@ from spmdrl.job.model.model_source import (
 )
 from spmdrl.job.run.run_folder import check_disk_space, num_parameters, on_main
 from spmdrl.job.start.checked_run import ON_PAIRS, CheckedRun
-from spmdrl.job.start.model_checks import check_generation_cuts, check_model_fits, check_role_fits, check_vllm_computes
+from spmdrl.job.start.model_checks import (
+    check_generation_cuts,
+    check_model_fits,
+    check_models_beside,
+    check_vllm_computes,
+)
 from spmdrl.nouns.roles import JUDGE, POLICY, REWARD_MODEL, TEACHER, Role
 from spmdrl.observability.terminal.console import Console
 from spmdrl.resources.world import World
@@ -127,11 +132,7 @@ def prepare(
         sources[POLICY] = source.with_value_head()
     if checked.train_rows:
         check_model_fits(config, source.decoder, checked.layout)
-        for role, other in sources.items():
-            if role.engine == "generation":
-                check_generation_cuts(other.decoder, checked.judge_layout, f"{role.section}.layout")
-            elif role is not POLICY:
-                check_role_fits(checked, role, other.decoder)
+        check_models_beside(checked, {role: other.decoder for role, other in sources.items()})
     for found in dict.fromkeys([folder, *(other.folder for other in sources.values())]):
         if found != folder or config.model.path is not None:
             try_first(found)

@@ -27,7 +27,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 40, 520, 280
 
 
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
-    """Return the verdict of a plan, and its times if the device has rates."""
+    """Return the verdict of a plan, its times if the device has rates, and notes."""
     fullest = plan["ranks"][0]
     states = {state: sum(owners.values()) for state, owners in fullest["slots"].items()}
     lines = [
@@ -38,7 +38,8 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     if "step_seconds" in plan:
         rate = plan["tokens_per_second_per_device"]
         lines.append(f"{time_text(plan['step_seconds'])} per step, {rate:.4g} tokens per second and device")
-    return lines
+    refused = [f"{part} would be refused: {reason}" for part, reason in plan.get("refusals", {}).items()]
+    return [*lines, *refused, *plan.get("notes", [])]
 
 
 def planned_beside_measured(run: RunData) -> Parts:
@@ -85,7 +86,8 @@ def plan_svg(plan: Mapping[str, Any]) -> str:
     slots = plan["ranks"][0]["slots"]
     present = dict.fromkeys(owner for held in slots.values() for owner, size in held.items() if size)
     owners = sorted(present, key=lambda owner: -max(held.get(owner, 0) for held in slots.values()))
-    bottom, (verdict, *rates) = _TOP + _HEIGHT, plan_lines(plan)
+    bottom, (verdict, *others) = _TOP + _HEIGHT, plan_lines(plan)
+    rates = others[:1] if "step_seconds" in plan else []
     parts = [_text(_LEFT, 20, verdict), *_memory(slots, owners, plan["device_bytes"])]
     for number, (owner, color) in enumerate(zip(owners, cycle(_COLORS), strict=False)):
         y = _TOP + 18 * number

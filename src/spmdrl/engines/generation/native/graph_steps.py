@@ -123,22 +123,27 @@ class GraphSteps:
 
 
 def _why_no_graphs(
-    rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device
+    rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device | None
 ) -> str | None:
     """Return why a decoder's steps can't be captured here, or None if they can."""
-    if device.type not in CAPTURES:
+    if device is not None and device.type not in CAPTURES:
         return f"graphs are captured on {' and '.join(CAPTURES)} alone, and the device is {device.type}"
     if config.moe is not None:
         return "the model is sparse, and the sizes of its experts' products depend on the tokens"
     if layout.tensor > 1:
         return f"resources.generation.tensor is {layout.tensor}, and a graph holds no collectives"
-    if not ops.reads_pages(device):
+    if device is not None and not ops.reads_pages(device):
         return "attention over the paged cache needs Triton, which isn't installed"
     return None
 
 
-def wants_graphs(rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device) -> bool:
-    """Return True if decoding steps run as graphs. Raises ValueError if they must and can't."""
+def wants_graphs(
+    rollout: RolloutConfig, config: DecoderConfig, layout: GenerationLayout, device: torch.device | None
+) -> bool:
+    """Return True if decoding steps run as graphs. Raises ValueError if they must and can't.
+
+    Without a device, as it isn't here, one that captures graphs is meant.
+    """
     if rollout.cuda_graphs is False:
         return False
     reason = _why_no_graphs(rollout, config, layout, device)
