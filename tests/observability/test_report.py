@@ -416,6 +416,14 @@ def test_runs_are_compared_and_the_verb_says_where(tmp_path: Path, small_run: Pa
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("flag", ["--output", "--perfetto"])
+def test_a_place_that_cant_be_written_is_refused_before_the_work(tmp_path: Path, small_run: Path, capsys, flag):
+    for place in (tmp_path, tmp_path / "nowhere" / "page.html"):
+        with pytest.raises(SystemExit) as ended:
+            main([str(small_run), flag, str(place)])
+        assert ended.value.code == 2 and f"{place} can't be written" in capsys.readouterr().err
+
+
 def test_a_comparison_leaves_the_runs_own_report_alone_and_prints_a_table(tmp_path: Path, capsys):
     runs = [write_run(tmp_path / name, num_steps=5, num_ranks=1, seed=1) for name in ("one", "second")]
     own = write_report(runs[0]).read_bytes()

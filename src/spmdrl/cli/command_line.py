@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from spmdrl.config.sources import split_arguments
 from spmdrl.observability.terminal.spelling import nearest
 from spmdrl.runtime.installed import located
 from spmdrl.runtime.launch import LaunchEnvironment, StartRefused, is_msruns_scheduler, read_launch_environment
-from spmdrl.runtime.screen import show, waiting
+from spmdrl.runtime.screen import output_file, show, waiting
 from spmdrl.runtime.supervision.launcher import end_with_launcher, remove_empty_folders, write_error_file
 from spmdrl.runtime.supervision.stop_request import INTERRUPTED, Stopped, request, stop_words
 
@@ -235,8 +236,8 @@ def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if not rank.isdecimal():
         raise ConfigError(f"--rank is {rank!r}, but must be a rank, as in --rank 0")
     of_plan = {
-        "device_file": _path(texts.get("--calibrate")),
-        "picture": _path(texts.get("--picture")),
+        "device_file": _output(texts.get("--calibrate")),
+        "picture": _output(texts.get("--picture")),
         "searches": "--search" in flags,
         "scales": "--scale" in flags,
     }
@@ -246,13 +247,16 @@ def take_plan(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         "device": texts.get("--device", "h100"),
         "prompt_length": numbers.get("--prompt-length"),
         "response_length": numbers.get("--response-length"),
-        "sizes": _path(texts.get("--sizes")),
-        "json_file": _path(texts.get("--json")),
+        "sizes": Path(texts["--sizes"]) if "--sizes" in texts else None,
+        "json_file": _output(texts.get("--json")),
     }, rest
 
 
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+def _output(text: str | None) -> Path | None:
+    try:
+        return None if text is None else output_file(text)
+    except ArgumentTypeError as error:
+        raise ConfigError(str(error)) from None
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import threading
 import time
 import traceback
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
@@ -23,6 +26,14 @@ _UNSAFE = re.compile(
 def safe_text(text: str) -> str:
     """Return text in which each character that could steer a terminal is an escape, such as \\x1b or \\u202e."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file to write. Raises ArgumentTypeError, as argparse has it, if it couldn't be."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{path} can't be written: name a file in a folder that exists and can be written to")
+    return path
 
 
 def show(text: object = "", *, stream: TextIO | None = None, end: str = "\n") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,6 @@ def main(
     `sizes` is a folder with the config.json of a model that stands for the config's. Rows have the longest prompts and
     responses that the config allows, unless other lengths are given.
     """
-    _check_folders(device_file, json_file, picture)
     if device_file is not None:
         return calibrate(
             loaded.value, family_of(loaded.value, sizes), (planned or LaunchEnvironment()).world_size, device_file
@@ -115,7 +113,6 @@ def dry_run(
 
     Returns 1 if it doesn't fit.
     """
-    _check_folders(json_file)
     run = planned_run(loaded, planned, device, prompt_length, response_length, sizes)
     if not 0 <= rank < run.launch.world_size:
         raise ConfigError(f"--rank is {rank}, but the job has ranks 0 to {run.launch.world_size - 1}")
@@ -124,13 +121,6 @@ def dry_run(
     show("\n".join(found.lines()))
     _write(json_file, found.to_json())
     return int(not found.whole.fits)
-
-
-def _check_folders(*files: Path | None) -> None:
-    """Refuse files that couldn't be written, before the minutes that they take to make."""
-    for file in filter(None, files):
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"{file} can't be written: name a file in a folder that exists and can be written to")
 
 
 def _write(file: Path | None, found: dict[str, Any]) -> None:

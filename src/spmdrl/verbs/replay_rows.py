@@ -26,7 +26,7 @@ from spmdrl.observability.report.replay_section import ReplayedRow, replay_secti
 from spmdrl.observability.report.report import write_report
 from spmdrl.observability.terminal.console import Console
 from spmdrl.runtime.launch import read_launch_environment
-from spmdrl.runtime.screen import show, waiting
+from spmdrl.runtime.screen import output_file, show, waiting
 from spmdrl.verbs.replay_plan import ReplayPlan, config_of_step, plan_replay, replay_config
 from spmdrl.verbs.replay_watch import ReplayWatch, StepReplayed
 from spmdrl.verbs.train import loop, set_kernels
@@ -132,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; the newest one before the step else")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
+        "-o", "--output", type=output_file, metavar="FILE",
         help="where to write the report instead of RUN/report_step_STEP.html",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows as JSON, too")
     parser.add_argument(
         "--pdb", action="store_true", help="stop in the debugger before generation, reward and loss of the rows"
     )

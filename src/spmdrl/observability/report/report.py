@@ -35,7 +35,7 @@ from spmdrl.observability.report.sections import (
 )
 from spmdrl.observability.report.traffic_section import moved_by_link, sample_flow
 from spmdrl.observability.timeline import write_perfetto
-from spmdrl.runtime.screen import show, waiting
+from spmdrl.runtime.screen import output_file, show, waiting
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "report_compare.html"
@@ -118,14 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("other_run_dirs", type=Path, nargs="*", metavar="OTHER_RUN_DIR", help="runs to compare with")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
+        "-o", "--output", type=output_file, metavar="FILE",
         help=f"where to write it instead of RUN_DIR/{REPORT_FILE}, or RUN_DIR/{COMPARISON_FILE} of several runs",
     )  # fmt: skip
     parser.add_argument(
         "--serve", type=_port, nargs="?", const=0, metavar="PORT",
         help="show these runs, or all runs in these folders, in a browser of this machine while they go on",
     )  # fmt: skip
-    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write the timeline as a Perfetto trace")
+    parser.add_argument(
+        "--perfetto", type=output_file, metavar="FILE", help="also write the timeline as a Perfetto trace"
+    )
     return parser
 
 

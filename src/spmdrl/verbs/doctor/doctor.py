@@ -21,7 +21,7 @@ from typing import Any
 
 import spmdrl
 from spmdrl.config.reader import ConfigError
-from spmdrl.runtime.screen import show
+from spmdrl.runtime.screen import output_file, show
 from spmdrl.verbs.doctor.commands import CommandFailed, ranks_command, run_to_end
 from spmdrl.verbs.doctor.stage_run import CheckReport, RankOutcome, Scale, StageVerdict, verdict_of
 
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     page, layout = (__doc__ or "").strip(), argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="spmdrl doctor", description=page, formatter_class=layout)
     add_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the verdicts to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the verdicts to FILE")
     arguments = parser.parse_args(argv)
     report = run(arguments)
     report.print(sys.stdout)
