@@ -30,8 +30,7 @@ def planned_run(
 ) -> PlannedRun:  # fmt: skip
     """Check a run for so many ranks without its data. Raises the errors that its ranks would raise."""
     launch, profile = planned or LaunchEnvironment(), read_profile(device)
-    is_on_cpu = "cpu" in (profile.kernels, loaded.value.resources.device)
-    config = _as_on_cpu(loaded.value) if is_on_cpu else loaded.value
+    config = _as_on_cpu(loaded.value) if "cpu" in (profile.kernels, loaded.value.resources.device) else loaded.value
     with start_up():
         checked = check_run(replace(loaded, value=config), "train", launch=launch, reads_data=False)
         with _source(config, sizes) as source:
