@@ -90,18 +90,14 @@ def _beside_estimates(estimates: Mapping[str, Any], moved: BytesByColumn, metada
         ("Eq. 4: through each warehouse; measured: payload and metadata", "eq4_gib", (payload + metadata) / warehouses),
     )
     lines = [
-        (what, value_text(known[name]), value_text(measured / steps / GIB), _ratio(measured / steps / GIB, known[name]))
-        for what, name, measured in rows
+        (what, value_text(known[name]), value_text(moved), value_text(moved / known[name]) if known[name] > 0 else "")
+        for what, name, moved in ((what, name, measured / steps / GIB) for what, name, measured in rows)
         if name in known
     ]
     sizes = ", ".join(f"{name} {value_text(amount)}" for name, amount in known.items() if not name.startswith("eq"))
     note = f"The paper's estimates pad every row to the greatest lengths: {sizes}."
     head = ("per step", "estimate, GiB", "measured, GiB", "measured / estimate")
     return [Table(head, lines, note=note)] if lines else []
-
-
-def _ratio(measured: float, estimate: float) -> str:
-    return value_text(measured / estimate) if estimate > 0 else ""
 
 
 def link_text(link: str) -> str:

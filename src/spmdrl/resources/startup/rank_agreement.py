@@ -52,7 +52,10 @@ def difference(groups: Sequence[Alike]) -> str | None:
     ranks_by_value: dict[str, list[int]] = {}
     for group in groups:
         ranks_by_value.setdefault(group.facts.get(differing[0], "missing"), []).extend(group.ranks)
-    values = ", ".join(f"{_short(value)} on {_named(sorted(ranks))}" for value, ranks in ranks_by_value.items())
+    values = ", ".join(
+        f"{value[:_LONGEST_VALUE]}{'...' * (len(value) > _LONGEST_VALUE)} on {_named(sorted(ranks))}"
+        for value, ranks in ranks_by_value.items()
+    )
     further = f" ({len(differing) - 1} more differ: {_some(differing[1:])})" if len(differing) > 1 else ""
     return (
         f"ranks disagree about {differing[0]}: {values}{further}; "
@@ -217,10 +220,6 @@ def _named(ranks: Sequence[int]) -> str:
             spans.append([rank, rank])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
     return ("rank " if len(ranks) == 1 else "ranks ") + _some(texts)
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
 
 
 def _some(words: Sequence[str]) -> str:
