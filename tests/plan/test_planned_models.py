@@ -162,6 +162,13 @@ def test_a_run_on_cpus_is_planned_with_their_defaults(tmp_path, words):
     assert compute_dtype(config.model, NAME) == torch.float32
 
 
+@pytest.mark.ranks
+def test_sparse_models_are_planned_in_float32_too():
+    # Their experts' products read their sizes, where those of bfloat16 are one operator.
+    done = run_job("plan", str(QUICKSTART), "model.make.model_type=qwen3_moe", "model.dtype=float32")
+    assert done.returncode == 0 and done.stdout.startswith("fits: "), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -33,7 +33,7 @@ from spmdrl.runtime.launch import LaunchEnvironment
 NAME = "planned"
 _COLLECTIVES = "unsent"
 _SET_UP = "_setup_privateuseone_for_python_backend"
-_COPIES = {getattr(torch.ops.aten, name) for name in ("_to_copy", "detach", "clone", "alias")}
+_COPIES = {getattr(torch.ops.aten, name) for name in ("_to_copy", "detach", "clone", "alias", "unbind")}
 _VALUE, _MOST_VALUES = "_value_on_the_host", 4096
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -125,7 +125,7 @@ class PlannedDevice(TorchDispatchMode):
         if not self.is_muted:
             self._meter.ran(function, args, result)
         if function.overloadpacket in _COPIES:
-            _keep_value(args[0], result)
+            _keep_value(result, *args)
         return tree_map(partial(_as_host, hosts), result)
 
     def _as_fake(self, hosts: dict[int, Tensor], value: Any) -> Any:
@@ -147,11 +147,16 @@ def _as_host(hosts: Mapping[int, Tensor], value: Any) -> Any:
     return hosts[id(value)] if id(value) in hosts else _on_host(value)
 
 
-def _keep_value(source: Tensor, copy: Tensor) -> None:
-    """Keep the value of a few numbers of the host in their copies on the device: ranks agree on some there."""
+def _keep_value(copy: Tensor | list[Tensor], source: Tensor, *dim: int) -> None:
+    """Keep a few numbers of the host in copies on the device, where ranks agree on some, and in parts for `tolist`."""
     value = vars(source).get(_VALUE) if isinstance(source, FakeTensor) else source
-    if value is not None and value.numel() <= _MOST_VALUES and isinstance(copy, FakeTensor):
-        vars(copy)[_VALUE] = value
+    if value is None or value.numel() > _MOST_VALUES:
+        return
+    with unset_fake_temporarily():
+        pairs = zip(value.unbind(*dim), copy, strict=True) if isinstance(copy, list) else [(value, copy)]
+    for part, its_copy in pairs:
+        if isinstance(its_copy, FakeTensor):
+            vars(its_copy)[_VALUE] = part
 
 
 def _on_host(value: FakeTensor) -> Tensor:
