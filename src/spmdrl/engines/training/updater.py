@@ -53,7 +53,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor], device: D
     sharded: list[Tensor] = []
     plain: list[Tensor] = []
     for parameter in parameters:
-        (plain if type(parameter.data) is Tensor else sharded).append(parameter)
+        (sharded if hasattr(parameter.data, "placements") else plain).append(parameter)
     optimizer = torch.optim.AdamW(
         [{"params": group} for group in (sharded, plain) if group],
         lr=config.lr,
