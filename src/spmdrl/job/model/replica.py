@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import Any
 
 from spmdrl.config.config import Config
 from spmdrl.dataflow.resharding.planning.slice_layouts import fitted_stride, parameter_table
 from spmdrl.engines.generation.frozen_generator import FrozenGenerator
 from spmdrl.engines.generation.native.running_rows import ChoiceRecorder
-from spmdrl.engines.generation.protocol import GenerationEngine, Request, Response
+from spmdrl.engines.generation.protocol import GenerationEngine, IdleEngine
 from spmdrl.engines.models.decoder import DecoderConfig
 from spmdrl.engines.models.hf.model_folder import compute_dtype, parameter_shapes
 from spmdrl.engines.models.tokenizer import ModelTokenizer
 from spmdrl.job.model.model_source import ModelSource
 from spmdrl.job.start.checked_run import CheckedRun
 from spmdrl.job.start.model_checks import check_vllm, check_vllm_computes, check_vllm_on
-from spmdrl.nouns.batch import WeightSlice, whole_slice
+from spmdrl.nouns.batch import whole_slice
 from spmdrl.nouns.settings.rollout_config import RolloutConfig
 from spmdrl.resources.layout import GenerationLayout
 from spmdrl.resources.memory import MemoryLedger, Owner
@@ -174,66 +172,3 @@ def text_arguments(config: RolloutConfig, source: ModelSource) -> dict[str, Any]
     tokenizer = ModelTokenizer(source.folder)
     without_token = tokenizer.ids_without_token(source.decoder.vocab_size)
     return {"decode": tokenizer.decode_all if config.stop else None, "ids_without_token": without_token}
-
-
-class IdleEngine:
-    """Engine of a rank that only trains: it holds no weights, gets no requests and is always asleep.
-
-    The weights' shapes are those of the ranks that generate.
-    """
-
-    wants_iterator: ClassVar[bool] = False
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
-        self.version = 0
-        self._shapes = shapes
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        assert not requests, f"{len(requests)} requests came to a rank that doesn't generate"
-
-    def step(self) -> list[Response]:
-        return []
-
-    @property
-    def has_work(self) -> bool:
-        return False
-
-    def abort(self) -> list[Response]:
-        return []
-
-    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        return []
-
-    @property
-    def num_unfinished(self) -> int:
-        return 0
-
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
-    def weight_slices(self) -> dict[str, WeightSlice]:
-        return {}
-
-    def wake_weights(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        return {}
-
-    def borrow_weights(self, weights: Mapping[str, Tensor]) -> None:
-        assert not weights, "a rank that doesn't generate has no weights to borrow"
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        raise AssertionError("a rank that doesn't generate takes no weights")
-
-    def keep_weights(self, names: Iterable[str]) -> None:
-        pass
-
-    def wake_cache(self) -> None:
-        pass
-
-    def sleep(self) -> None:
-        pass
-
-    def cache_bytes_for(self, *, num_groups: int, group_size: int, num_tokens: int) -> int:
-        return 0
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {"generation_weights": 0, "kv_cache": 0}
