@@ -163,10 +163,14 @@ def test_a_run_on_cpus_is_planned_with_their_defaults(tmp_path, words):
 
 
 @pytest.mark.ranks
-def test_sparse_models_are_planned_in_float32_too():
+def test_sparse_models_are_planned_in_float32_too(tmp_path):
     # Their experts' products read their sizes, where those of bfloat16 are one operator.
-    done = run_job("plan", str(QUICKSTART), "model.make.model_type=qwen3_moe", "model.dtype=float32")
+    settings = ("model.make.model_type=qwen3_moe", "model.dtype=float32", "resources.generation.expert=2")
+    done = run_job("train", str(QUICKSTART), *settings, "--dry-run", "--ranks=2", "--json", str(tmp_path / "plan.json"))
     assert done.returncode == 0 and done.stdout.startswith("fits: "), done.stderr
+    sent = json.loads((tmp_path / "plan.json").read_text())["messages"]["generation"]
+    # Three in each of 5 layers, as prompts are filled and for each of 6 tokens: no rank has others to fill then.
+    assert sent["alltoall_base_ of 2 ranks"]["messages"] == 3 * 5 * (1 + 6)
 
 
 @pytest.mark.parametrize(
