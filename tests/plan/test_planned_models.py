@@ -163,8 +163,8 @@ def test_a_run_on_cpus_is_planned_with_their_defaults(tmp_path, words):
 
 
 @pytest.mark.ranks
-def test_sparse_models_are_planned_in_float32_too(tmp_path):
-    # Their experts' products read their sizes, where those of bfloat16 are one operator.
+def test_replicas_that_share_experts_fill_prompts_only_while_there_are_some(tmp_path):
+    # In float32, experts' products read their sizes, where those of bfloat16 are one operator.
     settings = ("model.make.model_type=qwen3_moe", "model.dtype=float32", "resources.generation.expert=2")
     done = run_job("train", str(QUICKSTART), *settings, "--dry-run", "--ranks=2", "--json", str(tmp_path / "plan.json"))
     assert done.returncode == 0 and done.stdout.startswith("fits: "), done.stderr
