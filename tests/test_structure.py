@@ -13,7 +13,7 @@ from tests.support.structure import PACKAGE, figures, headless, modules_of, on_a
 
 # May only fall. What needs more raises one in a commit of its own, which says why and names what was removed for it.
 BUDGET = {
-    "lines of src/spmdrl": 71_348,
+    "lines of src/spmdrl": 71_420,
     "imports of ours": 2_365,
     "folders": 52,
     "config keys": 226,
