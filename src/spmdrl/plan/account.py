@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.utils._pytree import tree_leaves
 
-from spmdrl.plan.planned_device import NAME
-
 # CUDA's and NPU's allocators hand out multiples of this.
 _BLOCK_BYTES = 512
 ACTIVATIONS, GRADIENTS, GATHERED, RECEIVED, ROWS = "activations", "gradients", "gathered", "received", "rows"
@@ -77,7 +75,7 @@ class Span:
 
 
 class Account:
-    """`Meter` of one rank's device."""
+    """Account of one rank's device."""
 
     def __init__(self) -> None:
         self.work = Work()
@@ -153,16 +151,15 @@ class Account:
                     largest, span.owners = total, sizes.copy()
         span.owners = Counter({owner: size for owner, size in span.owners.items() if size and not keep(owner)})
 
-    def ran(self, operator: Any, args: Any, result: Any) -> None:
+    def ran(self, operator: Any, args: Any, inputs: Sequence[Tensor], result: Any) -> None:
         """Take note of an operator: its new storages, its work, and its message if it is a collective."""
-        results = [one for one in tree_leaves(result) if isinstance(one, FakeTensor) and one.device.type == NAME]
-        inputs = [one for one in tree_leaves(args) if isinstance(one, FakeTensor)]
+        made = [result] if isinstance(result, FakeTensor) else tree_leaves(result)
+        results = [one for one in made if isinstance(one, FakeTensor) and one.fake_device.type != "cpu"]
         name = operator._schema.name
         owner = ROWS if name == "aten::_to_copy" and not isinstance(args[0], FakeTensor) else ACTIVATIONS
         new = [self._see(one.untyped_storage(), owner) for one in results]
         if name.startswith(_GATHERING):
-            gathered = [one for one in tree_leaves((args, result)) if isinstance(one, FakeTensor)]
-            self.attribute(gathered, GATHERED, of={ACTIVATIONS})
+            self.attribute([*inputs, *results], GATHERED, of={ACTIVATIONS})
         if operator.namespace == "c10d":
             self._note_message(operator, args)
             return

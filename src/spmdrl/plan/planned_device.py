@@ -2,7 +2,7 @@
 
 PyTorch's fake tensors run each operator's rules of shapes and dtypes and compute nothing. Only tensors of the device
 are fake: lengths, offsets and tables of the host keep their values, so that the engines run as they are. All that is
-allocated on the device, computed there or sent is shown to a `Meter`. The host reads zeros from the device, and
+allocated on the device, computed there or sent is entered in an `Account`. The host reads zeros from the device, and
 1, 2, 3 for integers, but for a few numbers that came from it.
 """
 
@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from operator import itemgetter
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from spmdrl.plan.account import Account
 from spmdrl.resources.device import BACKENDS, Device
 from spmdrl.resources.world import World
 from spmdrl.runtime.launch import LaunchEnvironment
@@ -36,18 +39,6 @@ _SET_UP = "_setup_privateuseone_for_python_backend"
 _COPIES = {getattr(torch.ops.aten, name) for name in ("_to_copy", "detach", "clone", "alias", "unbind")}
 _VALUE, _MOST_VALUES = "_value_on_the_host", 4096
 _LIBRARY = torch.library.Library("aten", "IMPL")
-
-
-class Meter(Protocol):
-    """Observer of a device."""
-
-    def ran(self, operator: Any, args: Any, result: Any) -> None:
-        """Take note of an operator that ran on the device, with its arguments and its result."""
-        ...
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note of a storage that got another size, as FSDP2's gathered weights do."""
-        ...
 
 
 class _Nothing:
@@ -94,9 +85,10 @@ class _Module(ModuleType):
 class PlannedDevice(TorchDispatchMode):
     """Runs operators of the device on fake tensors, and all others for real."""
 
-    def __init__(self, fake: FakeTensorMode, meter: Meter):
+    def __init__(self, fake: FakeTensorMode, account: Account):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake, self._meter = fake, meter
+        self._fake, self._account = fake, account
+        self._known = _KnownResults(fake)
         self.is_muted = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,8 +97,8 @@ class PlannedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        leaves = tree_leaves((args, kwargs))
-        if not any(map(_is_of_device, leaves)):
+        given = _Given(args, kwargs)
+        if not given.is_of_device:
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         # Under inference mode, operators arrive that autograd would have taken apart; those with kernels stay whole.
@@ -117,16 +109,17 @@ class PlannedDevice(TorchDispatchMode):
                 return parts
         if function is torch.ops.aten._local_scalar_dense.default:
             return _reading_of(args[0])
+        is_known, result = self._known.of(function, given)
         hosts: dict[int, Tensor] = {}
-        faked = (args, kwargs)
-        if any(isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves):
-            faked = tree_map(partial(self._as_fake, hosts), faked)
-        result = function(*faked[0], **faked[1])
+        if not is_known:
+            faked = tree_map(partial(self._as_fake, hosts), (args, kwargs))
+            result = function(*faked[0], **faked[1])
+            self._known.keep(function, given, _Given(args, kwargs), result)
         if not self.is_muted:
-            self._meter.ran(function, args, result)
+            self._account.ran(function, args, given.tensors, result)
         if function.overloadpacket in _COPIES:
             _keep_value(result, *args)
-        return tree_map(partial(_as_host, hosts), result)
+        return result if is_known else tree_map(partial(_as_host, hosts), result)
 
     def _as_fake(self, hosts: dict[int, Tensor], value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -134,6 +127,94 @@ class PlannedDevice(TorchDispatchMode):
         faked = self._fake.from_tensor(value)
         hosts[id(faked)] = value
         return faked
+
+
+class _Given:
+    """Arguments of an operator: their tensors on the device, and all that the shapes of results depend on."""
+
+    def __init__(self, args: Any, kwargs: Any):
+        self.tensors: list[FakeTensor] = []
+        self.key: list[Any] = []
+        self.is_of_device = self.has_others = False
+        self._add((*args, *kwargs, *kwargs.values()))
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                self.is_of_device = True
+                self.tensors.append(value)
+                self.key.append(_layout(value))
+            elif kind in _PLAIN:
+                # True and 1 are equal.
+                self.key += (kind, value)
+            elif kind is list or kind is tuple:
+                self.key.append(len(value))
+                self._add(value)
+            elif kind is torch.device:
+                self.is_of_device |= value.type == NAME
+                self.key.append(value)
+            elif isinstance(value, Tensor):
+                self.key.append((value.shape, value.stride(), value.dtype))
+            else:
+                self.has_others = True
+
+
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format}
+
+
+def _layout(value: FakeTensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+
+
+class _KnownResults:
+    """Results of operators by what they were given: of thousands that run, few differ.
+
+    PyTorch keeps such results, too; making its keys takes longer than all else that an operator does here.
+    """
+
+    def __init__(self, fake: FakeTensorMode):
+        self._fake = fake
+        self._recipes: dict[Any, Callable[[list[FakeTensor]], Any] | None] = {}
+
+    def of(self, function: Any, given: _Given) -> tuple[bool, Any]:
+        """Return True and the result, or False if it isn't known."""
+        if given.has_others:
+            return False, None
+        given.key += (function, torch.get_default_dtype())
+        recipe = self._recipes.get(tuple(given.key))
+        return (False, None) if recipe is None else (True, recipe(given.tensors))
+
+    def keep(self, function: Any, given: _Given, after: _Given, result: Any) -> None:
+        """Keep a result, unless an argument has another shape after it."""
+        if not given.has_others and given.key[:-2] == after.key:
+            self._recipes[tuple(given.key)] = self._recipe(function, given.tensors, result)
+
+    def _recipe(self, function: Any, given: list[FakeTensor], result: Any) -> Callable[[list[FakeTensor]], Any] | None:
+        """Return what makes such a result, or None for one that is of the host or shares memory in its own way."""
+        if isinstance(result, (list, tuple)):
+            kind, recipes = type(result), [self._recipe(function, given, one) for one in result]
+            found = [one for one in recipes if one is not None]
+            return (lambda tensors: kind([one(tensors) for one in found])) if len(found) == len(recipes) else None
+        if not isinstance(result, FakeTensor) or result.fake_device.type != NAME:
+            return None
+        for place, tensor in enumerate(given):
+            if result is tensor:
+                return itemgetter(place)
+        storage = result.untyped_storage()
+        sharing = [place for place, tensor in enumerate(given) if tensor.untyped_storage()._cdata == storage._cdata]
+        make = partial(self._make, sharing[0] if sharing else None, _layout(result))
+        is_alike = function.is_view if sharing else make(given).untyped_storage().nbytes() == storage.nbytes()
+        return make if is_alike else None
+
+    def _make(self, of: int | None, layout: tuple[Any, ...], given: list[FakeTensor]) -> FakeTensor:
+        shape, stride, offset, dtype, device = layout
+        with fake_tensor.in_kernel_invocation_manager(self._fake):
+            if of is None:
+                memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                memory = torch.as_strided(given[of], shape, stride, offset)
+        return FakeTensor(self._fake, memory, device)
 
 
 @cache
@@ -175,10 +256,6 @@ def _reading_of(value: FakeTensor) -> bool | int | float:
             return vars(value)[_VALUE].item()
     # An element of several is a view.
     return 0.0 if value.is_floating_point() else True if value.dtype == torch.bool else 1 + int(value.storage_offset())
-
-
-def _is_of_device(value: Any) -> bool:
-    return isinstance(value, FakeTensor) or (isinstance(value, torch.device) and value.type == NAME)
 
 
 def _never_called(*_: Any) -> None:
@@ -223,16 +300,16 @@ def set_memory(free_bytes: int, total_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def planned_device(meter: Meter) -> Iterator[torch.device]:
+def planned_device(account: Account) -> Iterator[torch.device]:
     """Yield the device, which exists inside the block."""
     register()
     fake = FakeTensorMode()
-    device = PlannedDevice(fake, meter)
+    device = PlannedDevice(fake, account)
     # Places in memory are compared by address, which fake tensors have too.
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     # In one thread, as there is no device that another one would drive.
     in_one_thread = torch.autograd.set_multithreading_enabled(False)
-    with _resizes_seen_by(meter), _muted_for_shapes(device), in_one_thread, fake, device:
+    with _resizes_seen_by(account), _muted_for_shapes(device), in_one_thread, fake, device:
         yield torch.device(NAME, 0)
 
 
@@ -256,14 +333,14 @@ def _muted_for_shapes(device: PlannedDevice) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _resizes_seen_by(meter: Meter) -> Iterator[None]:
-    """Show resized storages to the meter, as no operator does it."""
+def _resizes_seen_by(account: Account) -> Iterator[None]:
+    """Enter resized storages, as no operator does it."""
     resize = torch.UntypedStorage.resize_
 
     def resize_seen(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         resized = resize(storage, size)
         if storage.device.type != "cpu":
-            meter.resized(storage)
+            account.resized(storage)
         return resized
 
     torch.UntypedStorage.resize_ = resize_seen  # type: ignore[method-assign,assignment]

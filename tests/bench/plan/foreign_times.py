@@ -9,9 +9,11 @@ float8 doubles the products' rate, as in the data sheet.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from spmdrl.plan.account import Account, Span, Work
 from spmdrl.plan.device_profile import HOST, TRAINING, DeviceProfile, Rates, read_profile
@@ -30,9 +32,9 @@ class TimedAccount(Account):
         self.attention: Counter[str] = Counter()
         """flops by operator"""
 
-    def ran(self, operator: Any, args: Any, result: Any) -> None:
+    def ran(self, operator: Any, args: Any, inputs: Sequence[Tensor], result: Any) -> None:
         before = self.work.flops
-        super().ran(operator, args, result)
+        super().ran(operator, args, inputs, result)
         if (name := operator._schema.name) in (FORWARD, BACKWARD):
             self.attention[name] += self.work.flops - before
 
