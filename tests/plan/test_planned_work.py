@@ -78,16 +78,17 @@ def test_experts_share_out_the_rows_of_their_gradients():
     assert work.flops == 3 * 2 * 128 * 32 * 64
 
 
-def owners_of_gathered(world: World) -> Counter[str]:
+def copied(world: World) -> tuple[Counter[str], int]:
     account = Account()
     with planned_device(account) as device:
         whole, parts = torch.empty(2, 6, device=device), [torch.empty(2, size, device=device) for size in (2, 4)]
         torch.ops.fsdp.split_with_sizes_copy(whole, [2, 4], dim=1, out=parts)
-        return account.held
+        return account.held, account.work.num_bytes
 
 
 @pytest.mark.ranks
 @pytest.mark.cpu_only(reason="a planned device takes the place of another")
 def test_gathered_weights_and_their_copies_have_the_same_owner():
-    (held,) = run_ranks(1, owners_of_gathered)
+    ((held, num_bytes),) = run_ranks(1, copied)
     assert held == {"gathered": 3 * 512}
+    assert num_bytes == 2 * 12 * 4

@@ -37,6 +37,7 @@ NAME = "planned"
 _COLLECTIVES = "unsent"
 _SET_UP = "_setup_privateuseone_for_python_backend"
 _COPIES = {getattr(torch.ops.aten, name) for name in ("_to_copy", "detach", "clone", "alias", "unbind")}
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format}
 _VALUE, _MOST_VALUES = "_value_on_the_host", 4096
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -116,7 +117,8 @@ class PlannedDevice(TorchDispatchMode):
             result = function(*faked[0], **faked[1])
             self._known.keep(function, given, _Given(args, kwargs), result)
         if not self.is_muted:
-            self._account.ran(function, args, given.tensors, result)
+            # Tensors given by name are a result, as FSDP2's copies of gathered weights are.
+            self._account.ran(function, args, given.inputs, given.named if result is None else result)
         if function.overloadpacket in _COPIES:
             _keep_value(result, *args)
         return result if is_known else tree_map(partial(_as_host, hosts), result)
@@ -133,10 +135,12 @@ class _Given:
     """Arguments of an operator: their tensors on the device, and all that the shapes of results depend on."""
 
     def __init__(self, args: Any, kwargs: Any):
-        self.tensors: list[FakeTensor] = []
-        self.key: list[Any] = []
+        self.tensors, self.key = list[FakeTensor](), list[Any]()
         self.is_of_device = self.has_others = False
-        self._add((*args, *kwargs, *kwargs.values()))
+        self._add(args)
+        num = len(self.tensors)
+        self._add((*kwargs, *kwargs.values()))
+        self.inputs, self.named = self.tensors[:num], self.tensors[num:]
 
     def _add(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -160,22 +164,18 @@ class _Given:
                 self.has_others = True
 
 
-_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format}
-
-
 def _layout(value: FakeTensor) -> tuple[Any, ...]:
     return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
 
 
 class _KnownResults:
-    """Results of operators by what they were given: of thousands that run, few differ.
+    """Results of operators by what they were given.
 
-    PyTorch keeps such results, too; making its keys takes longer than all else that an operator does here.
+    Of thousands few differ. PyTorch keeps them, too, but making its keys takes longer than all else here.
     """
 
     def __init__(self, fake: FakeTensorMode):
-        self._fake = fake
-        self._recipes: dict[Any, Callable[[list[FakeTensor]], Any] | None] = {}
+        self._fake, self._recipes = fake, dict[Any, Callable[[list[FakeTensor]], Any] | None]()
 
     def of(self, function: Any, given: _Given) -> tuple[bool, Any]:
         """Return True and the result, or False if it isn't known."""
