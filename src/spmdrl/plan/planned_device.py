@@ -117,7 +117,7 @@ class PlannedDevice(TorchDispatchMode):
             result = function(*faked[0], **faked[1])
             self._known.keep(function, given, _Given(args, kwargs), result)
         if not self.is_muted:
-            # Tensors given by name are a result, as FSDP2's copies of gathered weights are.
+            # Where nothing is returned, tensors given by name are written, as FSDP2's copies of gathered weights are.
             self._account.ran(function, args, given.inputs, given.named if result is None else result)
         if function.overloadpacket in _COPIES:
             _keep_value(result, *args)
