@@ -84,9 +84,12 @@ def inline_config(folder: Path) -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables, so that jobs started from it are their own."""
-    launchers = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MS_ROLE|SLURM_.*")
-    inherited = {name: value for name, value in os.environ.items() if not launchers.fullmatch(name)}
+    """This process's environment without a launcher's variables, so that jobs started from it are their own.
+
+    Nor with the interface that a world of this process chose: it is loopback, by which nodes don't reach each other.
+    """
+    others = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MS_ROLE|SLURM_.*|(GLOO|TP|NCCL)_SOCKET_IFNAME")
+    inherited = {name: value for name, value in os.environ.items() if not others.fullmatch(name)}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | extra
 

@@ -23,7 +23,7 @@ from tests.bench.faults.fault_tally import Tally
 from tests.bench.faults.planned_faults import MODULE, VARIABLE
 from tests.bench.harness.bench_ranks import launch_variables
 from tests.bench.harness.emulated_nodes import Node, emulated_nodes, refusal
-from tests.support.jobs import torchrun_script
+from tests.support.jobs import environment, torchrun_script
 
 _LINK_BYTES_PER_SECOND = 1e8
 _LONGEST_SECONDS = 240.0
@@ -195,8 +195,7 @@ def _launched(nodes: Sequence[Node], jobs: FaultJobs, name: str, *, fault: str =
     meeting = {"HEAD": nodes[0].address, "NODES": str(len(nodes)), "RUN_ID": name}
     kind = "cut" if fault else "whole"
     screens = [jobs.root / f"{name}.{kind}.{number}.screen" for number in range(len(nodes))]
-    own = {VARIABLE: fault, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "PYTHON": sys.executable}
-    environment = {**os.environ, **own, **meeting}
+    variables = environment(**{VARIABLE: fault, "RANKS_PER_NODE": "1", "PYTHON": sys.executable}, **meeting)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for node, screen in zip(nodes, screens, strict=True):
@@ -204,7 +203,7 @@ def _launched(nodes: Sequence[Node], jobs: FaultJobs, name: str, *, fault: str =
                 processes.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", node.name, *launcher, *jobs.command(name)],  # noqa: S607
-                        env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                        env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                     )
                 )  # fmt: skip
         yield _Launched(processes, screens)
