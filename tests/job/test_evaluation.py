@@ -109,6 +109,9 @@ def test_eval_and_generate_leave_the_summary_of_a_training_run_alone(tmp_path: P
     kept = summary.read_bytes()
     finished(run_job("eval", *other))
     assert summary.read_bytes() == kept and len(list(run.glob("eval/initial_model_*/eval.jsonl"))) == 1
+    (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    finished(run_job("eval", *again, f"data.eval={tmp_path}/few.jsonl"))
+    assert summary.read_bytes() == kept and len(list(run.glob("eval/run_step_000003_few_*/eval.jsonl"))) == 1
     kept = answers.read_bytes()
     shown = finished(run_job("generate", *other)).stderr
     [others] = run.glob("generate/initial_model_*/generated.jsonl")

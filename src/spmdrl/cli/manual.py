@@ -89,8 +89,8 @@ examples:
 
 Answers the rows of data.eval, eval.num_samples times each (1: greedily), and judges them by reward.functions: accuracy
 (avg@k of k answers) and pass@k for each k of eval.pass_at, with intervals. Writes eval.jsonl and eval.summary.json into
-a folder of the model below eval/ of the run's. docs/evaluation.md has what is measured, docs/data.md the benchmarks
-(data.format).
+a folder of the model and the data below eval/ of the run's. docs/evaluation.md has what is measured, docs/data.md the
+benchmarks (data.format).
 
 examples:
   python -m spmdrl eval run.yaml model.path=runs/a/checkpoints/step_000100/model
@@ -100,7 +100,7 @@ examples:
 
 Answers prompts with rollout's sampling, eval.num_samples times each. Prompts of the command line (- is standard input)
 are answered on the screen and leave no file; answers to those of data.eval go into generated.jsonl in a folder of the
-model below generate/ of the run's, and the same command again goes on where it was interrupted.
+model and the data below generate/ of the run's, and the same command again goes on where it was interrupted.
 
 examples:
   python -m spmdrl generate model.path=runs/a prompt='12+30=' rollout.temperature=0

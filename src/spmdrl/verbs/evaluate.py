@@ -57,7 +57,7 @@ def _evaluate(checked: CheckedRun, world: World) -> tuple[Evaluation, Path]:
         evaluator = build_evaluator(config, prepared, replica, pool, turns)
         assert evaluator is not None, "eval is refused without data.eval"
         with console.doing(f"answering {len(evaluator.prompts)} prompts"):
-            return evaluator(), prepared.source.results_in(config.run.folder, "eval")
+            return evaluator(), prepared.source.results_in(config.run.folder, "eval", config)
 
 
 def _write_results(config: Config, evaluation: Evaluation, folder: Path, seconds: float) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _write_answers(config: Config, lines: Sequence[str], path: Path, seconds: fl
     console.note(f"summary  {summary}")
 
 
-def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAnswers:
+def keep_answers(checked: CheckedRun, world: World, run: Path) -> KeptAnswers:
     """Generate all rows that no interrupted run has finished, and store each as it ends. Collective."""
     config = checked.config
     console = Console(enabled=world.is_main, stream=sys.stderr)
@@ -100,7 +100,7 @@ def keep_answers(checked: CheckedRun, world: World, run_folder: Path) -> KeptAns
     assert rows is not None, "generate is refused with nothing to answer"
     prompts = list(itertools.islice(rows.all(), config.eval.max_rows))
     sampling = config.rollout.sampling(tokenizer.stop_token_ids)
-    kept = KeptAnswers(source.results_in(run_folder, "generate"), identity_of_answers(config, source, prompts), world)
+    kept = KeptAnswers(source.results_in(run, "generate", config), identity_of_answers(config, source, prompts), world)
     if config.resume == "never":
         kept.put_aside()
     done = kept.rows()

@@ -24,6 +24,7 @@ from spmdrl.engines.models.make_model import decoder_config, make_model_folder
 from spmdrl.engines.training.checkpoints.manifest import damage, step_folder_name, steps_in
 from spmdrl.job.run.run_folder import on_main
 from spmdrl.nouns.roles import CRITIC, JUDGE, REWARD_MODEL, TEACHER, Role
+from spmdrl.nouns.settings.data_config import data_sources
 from spmdrl.nouns.settings.model_config import LoraConfig
 from spmdrl.nouns.settings.role_configs import JudgeConfig
 from spmdrl.observability.outage import warn
@@ -57,17 +58,14 @@ class ModelSource:
             return "/".join(parts[-3].split("--")[1:])
         return str(self.folder.resolve())
 
-    @property
-    def label(self) -> str:
-        """Name for files: a checkpoint's run and step, or the model's, made unique."""
+    def results_in(self, run: Path, verb: str, config: Config) -> Path:
+        """Return the folder, below a run's, for results of a verb that doesn't train this model: one per data.eval."""
         whole_name = self.base_name if self.adapters is None else str(self.adapters.folder.resolve())
-        path = Path(whole_name)
+        path, data = Path(whole_name), config.data
         name = f"{path.parts[-4]}_{path.parts[-2]}" if path.parts[-3:-2] == (CHECKPOINTS,) else path.name
-        return f"{name}_{hashlib.sha256(whole_name.encode()).hexdigest()[:6]}"
-
-    def results_in(self, run: Path, verb: str) -> Path:
-        """Return the folder, below a run's, for results of a verb that doesn't train this model."""
-        return run / verb / self.label
+        first = [Path(source.path.partition("?")[0]).stem for source in data_sources(data.eval)][:1]
+        digits = hashlib.sha256(repr((whole_name, data.eval, data.eval_split)).encode()).hexdigest()[:6]
+        return run / verb / "_".join([name, *first, digits])
 
     @classmethod
     def of(cls, folder: Path, *, patterns: Sequence[str] = HUB_FILES, is_there: bool = True) -> ModelSource:
